@@ -1,0 +1,28 @@
+"""Options of ``quire gateway``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared import options
+from shared.config import option
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    model: str = options.model()
+    connect: str = options.connect()
+    index: int = options.index()
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on", minimum=0, maximum=65535)
+    fd: int = option(-1, "listen on this inherited socket instead (the launcher's)")
+    api_key: list[str] = option([], "keys clients may present as 'Authorization: Bearer KEY'; none: open", secret=True)
+    allowed_origins: list[str] = option(["*"], "origins that web pages may call from (CORS)")
+    max_body_bytes: int = option(8 << 20, "largest request body", size=True, minimum=1024)
+    served_model_name: list[str] = option([], "names clients may ask for, the first is shown; default: MODEL")
+    shutdown_timeout: float = option(30.0, "seconds that open streams may take to finish after SIGTERM", minimum=0)
+    accept_timeout: float = option(60.0, "seconds a request may wait for the tokenizer and scheduler", minimum=1)
+    access_log: bool = option(False, "log every HTTP request")
+    cluster_key_file: str = options.cluster_key_file()
+    insecure_tcp: bool = options.insecure_tcp()
+    log_level: str = options.log_level()

@@ -1,0 +1,23 @@
+"""Options of ``quire scheduler``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared import options
+from shared.config import option
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    bind: str = option("", "address to listen on: ipc:///directory or tcp://host:port (workers: port + 1)")
+    tensor_parallel_size: int = option(1, "worker ranks to wait for", minimum=1, maximum=64, flags=("-tp",))
+    max_num_seqs: int = option(256, "sequences that run at once", minimum=1, maximum=65536)
+    max_num_batched_tokens: int = option(2048, "tokens computed in one step", minimum=1, maximum=1 << 20)
+    max_num_queued_reqs: int = option(4096, "requests that may wait; further ones get 429", minimum=1)
+    step_timeout: float = option(300.0, "seconds after which a step without result counts as hung", minimum=1)
+    plan_log: str = option("", "append one JSON line per plan to this file")
+    disable_log_stats: bool = option(False, "no throughput line every ten seconds")
+    cluster_key_file: str = options.cluster_key_file()
+    insecure_tcp: bool = options.insecure_tcp()
+    log_level: str = options.log_level()

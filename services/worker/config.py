@@ -1,0 +1,32 @@
+"""Options of ``quire worker``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared import options
+from shared.config import option
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    model: str = options.model()
+    connect: str = options.connect()
+    index: int = options.index()  # the rank
+    worker: str = option("model", "'null' is a toy model on simulated memory, for tests", choices=("model", "null"))
+    device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    block_size: int = options.block_size()
+    max_model_len: int | None = options.max_model_len()
+    max_num_seqs: int = option(256, "sequences that run at once", minimum=1, maximum=65536)
+    max_num_batched_tokens: int = option(2048, "tokens computed in one step", minimum=1, maximum=1 << 20)
+    kv_cache_memory_bytes: int | None = option(None, "memory for KV, exactly, with a suffix such as 4GiB", size=True)
+    gpu_memory_utilization: float = option(0.92, "share of GPU memory used in all", minimum=0.01, maximum=1.0)
+    cpu_memory_utilization: float = option(0.4, "share of free memory for KV on a CPU", minimum=0.01, maximum=0.95)
+    num_gpu_blocks_override: int | None = option(None, "KV blocks, exactly (block 0, the padding, included)", minimum=2)
+    threads: int = option(0, "compute threads; 0: the cgroup's quota and affinity", minimum=0, maximum=1024)
+    download_dir: str = option("", "where models are kept; default: the user's cache")
+    null_step_ms: float = option(0.0, "time a step of the null worker takes", minimum=0)
+    cluster_key_file: str = options.cluster_key_file()
+    insecure_tcp: bool = options.insecure_tcp()
+    log_level: str = options.log_level()

@@ -1,0 +1,1 @@
+"""What two or more services use: wire messages, configuration, ids, metrics, logging, errors."""

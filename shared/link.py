@@ -1,0 +1,134 @@
+"""An asyncio process's DEALER to a ROUTER that speaks HELLO, WELCOME and heartbeats (the scheduler or a tokenizer)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from shared.errors import WireError
+from shared.peers import HEARTBEAT_INTERVAL, SILENCE_LIMIT
+from shared.transport import Security, connect_dealer
+from shared.wire import Fault, Goodbye, Heartbeat, Hello, HelloRequired, Message, Welcome, decode, encode
+
+log = logging.getLogger(__name__)
+
+
+class Link:
+    """Keeps one conversation alive: says HELLO until welcomed, beats once a second, notices silence.
+
+    hello: called for each HELLO, so that it can offer a number learnt since. on_message gets every message that is not
+    part of the link's own upkeep. on_welcome gets each WELCOME (a second one means the other side restarted).
+    on_lost gets a reason when nothing was heard for SILENCE_LIMIT after a WELCOME; the link then starts over.
+    heartbeat: called once a second for what to report.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        identity: bytes,
+        address: str,
+        security: Security,
+        *,
+        name: str,
+        hello: Callable[[], Hello],
+        heartbeat: Callable[[float], Heartbeat],
+        on_message: Callable[[Any], None],
+        on_welcome: Callable[[Welcome], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.malformed = 0
+        self.dropped = 0
+        self.peer_progress = 0
+        self._socket = connect_dealer(context, identity, address, security)
+        self._hello, self._heartbeat = hello, heartbeat
+        self._on_message, self._on_welcome, self._on_lost = on_message, on_welcome, on_lost
+        self._welcomed = asyncio.Event()
+        self._heard = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def welcomed(self) -> bool:
+        return self._welcomed.is_set()
+
+    async def wait_welcomed(self, timeout: float) -> bool:
+        """Whether a WELCOME came within ``timeout`` seconds."""
+        try:
+            await asyncio.wait_for(self._welcomed.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
+
+    def send(self, message: Message) -> bool:
+        """Queues a message; False when the peer's queue is full (counted; streams recover by RESUME)."""
+        try:
+            # The plain socket's send: it never blocks here and needs no future per message.
+            zmq.Socket.send_multipart(self._shadow, encode(message), zmq.DONTWAIT, copy=True)
+        except zmq.Again:
+            self.dropped += 1
+            return False
+        return True
+
+    @property
+    def _shadow(self) -> Any:
+        return self._socket._shadow_sock
+
+    async def close(self, reason: str = "") -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._welcomed.is_set():
+            self.send(Goodbye(reason))
+        self._socket.close(linger=200)
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            self._heard = time.monotonic()
+            try:
+                message = decode(frames)
+            except WireError as error:
+                self.malformed += 1
+                log.warning("malformed message from %s: %s", self.name, error)
+                self.send(Fault(str(error)))
+                continue
+            if isinstance(message, Heartbeat):
+                self.peer_progress = message.progress
+            elif isinstance(message, Welcome):
+                self._on_welcome(message)
+                self._welcomed.set()
+            elif isinstance(message, HelloRequired):
+                self._welcomed.clear()
+                self.send(self._hello())
+            elif isinstance(message, Fault):
+                log.warning("%s refused a message: %s", self.name, message.message)
+            else:
+                try:
+                    self._on_message(message)
+                except Exception:  # one message must not end the conversation for all requests
+                    log.exception("while handling %s from %s", type(message).__name__, self.name)
+
+    async def _beat(self) -> None:
+        due = time.monotonic()
+        while True:
+            now = time.monotonic()
+            lag = max(0.0, now - due)
+            if not self._welcomed.is_set():
+                self.send(self._hello())
+            elif lag < HEARTBEAT_INTERVAL and now - self._heard > SILENCE_LIMIT:
+                self._welcomed.clear()
+                self._on_lost(f"{self.name} has been silent for {now - self._heard:.1f} s")
+            else:
+                self.send(self._heartbeat(lag))
+            due = now + HEARTBEAT_INTERVAL
+            await asyncio.sleep(HEARTBEAT_INTERVAL)

@@ -1,0 +1,492 @@
+"""Every message of the protocol, as a typed dataclass; ``encode`` and ``decode`` turn them into ZeroMQ frames and back.
+
+``docs/protocol.md`` tells who sends what to whom and when. Three rules hold everywhere:
+
+- A run of tokens is ``(rid, seq, offset, ids)``, the offset being its index in that sequence's output; a piece of text
+  carries its character offset. Receivers drop overlap and answer a gap with RESUME, so nothing is lost or repeated.
+- Per-step traffic is columnar: entry ``i`` of each list of a message belongs together, and flat ``Int32`` columns are
+  cut by the ``counts`` (or ``lens``) beside them.
+- Every plan and result carries its step and the epochs of scheduler and worker; other epochs' messages are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, ClassVar
+
+from shared.codec import Int32, Layout, no_ids
+from shared.errors import WireError
+from shared.sampling import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    HELLO_REQUIRED = 3
+    HEARTBEAT = 4
+    GOODBYE = 5
+    FAULT = 6
+    ROSTER = 7
+    SUBMIT_TEXT = 16
+    SUBMIT_TOKENS = 17
+    ACCEPT = 18
+    REJECT = 19
+    CANCEL = 20
+    STOP = 21
+    TOKENS = 22
+    TEXT = 23
+    RESUME = 24
+    ACK = 25
+    QUERY = 26
+    REPLY = 27
+    PLAN = 32
+    RESULT = 33
+    PLAN_REQUIRED = 34
+
+
+class Message:
+    kind: ClassVar[Kind]
+
+
+# ---- joining -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a worker has to offer; the scheduler takes the smallest over all ranks.
+
+    num_blocks counts block 0, which is padding and never owned. eos_ids and vocab_size come from the model's config.
+    """
+
+    num_blocks: int
+    host_blocks: int
+    block_size: int
+    bytes_per_block: int
+    max_model_len: int
+    vocab_size: int
+    eos_ids: list[int]
+    model_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """First message on every DEALER. ``client_number`` offers a gateway's old number (0: none)."""
+
+    kind: ClassVar[Kind] = Kind.HELLO
+    protocol: int
+    role: str
+    index: int
+    epoch: int
+    address: str = ""
+    client_number: int = 0
+    pid: int = 0
+    memory: Memory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """Answer to HELLO. To a client only once a worker is ready, so a welcomed process can serve.
+
+    From the scheduler; a tokenizer welcomes gateways with the same message (its own epoch, the scheduler's limits).
+    """
+
+    kind: ClassVar[Kind] = Kind.WELCOME
+    epoch: int
+    client_number: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_ids: list[int]
+    model_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class HelloRequired(Message):
+    """Answer to any other message from an identity that has not said HELLO in this epoch."""
+
+    kind: ClassVar[Kind] = Kind.HELLO_REQUIRED
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Message):
+    """Sent once a second both ways. ``progress`` only grows while work is done (a step id, requests handled).
+
+    lag: seconds the sender's loop was late. metrics: snapshot of its ``shared.metrics`` registry, empty if unchanged.
+    """
+
+    kind: ClassVar[Kind] = Kind.HEARTBEAT
+    epoch: int
+    progress: int
+    lag: float
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye(Message):
+    """The sender leaves on purpose: take it off the roster now."""
+
+    kind: ClassVar[Kind] = Kind.GOODBYE
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault(Message):
+    """The frames you sent are not a message of this protocol, or not one this socket takes."""
+
+    kind: ClassVar[Kind] = Kind.FAULT
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Roster(Message):
+    """The live tokenizers, to every gateway at each change. Entry i: identity and address of its ROUTER."""
+
+    kind: ClassVar[Kind] = Kind.ROSTER
+    version: int
+    identities: list[str]
+    addresses: list[str]
+
+
+# ---- a request -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitText(Message):
+    """gateway → tokenizer: a request in words.
+
+    Exactly one of ``messages`` (chat), ``prompt`` and ``prompt_ids`` is given (``endpoint`` says which kind of answer).
+    generated/generated_counts: output ids each sequence already has, when a request is sent a second time.
+    priority: lower runs first. tenant: whose share it counts against. arrival: Unix seconds at the gateway.
+    """
+
+    kind: ClassVar[Kind] = Kind.SUBMIT_TEXT
+    rid: int
+    request_id: str
+    endpoint: str  # "chat" or "completions"
+    sampling: SamplingParams
+    messages: list[Any] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    prompt: str | None = None
+    prompt_ids: Int32 = field(default_factory=no_ids)
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    stop: list[str] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    arrival: float = 0.0
+    generated: Int32 = field(default_factory=no_ids)
+    generated_counts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitTokens(Message):
+    """tokenizer → scheduler: the same request in token ids. ``sampling.max_tokens`` is set by now."""
+
+    kind: ClassVar[Kind] = Kind.SUBMIT_TOKENS
+    rid: int
+    request_id: str
+    sampling: SamplingParams
+    prompt_ids: Int32
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    arrival: float = 0.0
+    generated: Int32 = field(default_factory=no_ids)
+    generated_counts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Accept(Message):
+    """scheduler → tokenizer → gateway: it will be answered; the gateway sends HTTP headers now.
+
+    prompt_ids is filled by the tokenizer when the request asked for token ids.
+    """
+
+    kind: ClassVar[Kind] = Kind.ACCEPT
+    rid: int
+    prompt_tokens: int
+    prompt_ids: Int32 = field(default_factory=no_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Reject(Message):
+    """It will not be answered: an HTTP status and the parts of an OpenAI error body. The rid ends here."""
+
+    kind: ClassVar[Kind] = Kind.REJECT
+    rid: int
+    status: int
+    code: str
+    param: str
+    message: str
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Message):
+    """gateway → tokenizer → scheduler. Idempotent; for an unknown rid remembered briefly."""
+
+    kind: ClassVar[Kind] = Kind.CANCEL
+    rid: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(Message):
+    """tokenizer → scheduler: a stop string was found; the first ``keep`` output tokens count. Idempotent."""
+
+    kind: ClassVar[Kind] = Kind.STOP
+    rid: int
+    seq: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The one end of a sequence. reason: stop, length, abort or error. ``tokens`` is its output length.
+
+    stop_reason: the stop string, or the stop token id in decimal, or empty (EOS, length). message: why, for error.
+    """
+
+    rid: int
+    seq: int
+    tokens: int
+    reason: str
+    stop_reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The one end of a request; answered by ACK. Token counts are of delivered tokens; times are seconds."""
+
+    rid: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_time: float = 0.0
+    prefill_time: float = 0.0
+    decode_time: float = 0.0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens(Message):
+    """scheduler → tokenizer, one per step: new ids of all its requests. Entry i: rid, seq, offset, ids by counts."""
+
+    kind: ClassVar[Kind] = Kind.TOKENS
+    step_id: int
+    rids: list[int]
+    seqs: list[int]
+    offsets: list[int]
+    counts: list[int]
+    ids: Int32
+    finished: list[Finished] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Message):
+    """tokenizer → gateway, one per TOKENS: new text of all its requests.
+
+    Entry i: text that starts at character ``offsets[i]`` of the sequence's output. ``token_counts[i]`` output tokens
+    are covered once this text is delivered. ids, cut by ``id_counts``, holds new ids of requests that asked for them.
+    """
+
+    kind: ClassVar[Kind] = Kind.TEXT
+    rids: list[int]
+    seqs: list[int]
+    offsets: list[int]
+    texts: list[str]
+    token_counts: list[int]
+    id_counts: list[int]
+    ids: Int32
+    finished: list[Finished] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Message):
+    """Receiver → sender of a stream: I have everything before ``offset`` (tokens or characters); send the rest."""
+
+    kind: ClassVar[Kind] = Kind.RESUME
+    rid: int
+    seq: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """The terminal messages (DONE) of these requests arrived; forget them."""
+
+    kind: ClassVar[Kind] = Kind.ACK
+    rids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Query(Message):
+    """A question beside the request path (metrics, status, ledger, tokenize, detokenize). cursor pages long answers."""
+
+    kind: ClassVar[Kind] = Kind.QUERY
+    number: int
+    what: str
+    args: dict[str, Any] = field(default_factory=dict)
+    cursor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Message):
+    """Answer to the QUERY of that number. status as in HTTP; next_cursor is 0 on the last page."""
+
+    kind: ClassVar[Kind] = Kind.REPLY
+    number: int
+    status: int
+    body: Any = None
+    next_cursor: int = 0
+
+
+# ---- a step --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A sequence enters a slot. ``length`` tokens of it already have KV in its table (0 for a plain prompt).
+
+    The slot's block table comes in the plan's ``table_*`` columns. seed and position alone decide sampling noise.
+    """
+
+    slot: int
+    generation: int
+    length: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Message):
+    """scheduler → every worker rank, the same bytes: what changes in this step. See docs/protocol.md for the order.
+
+    Rows persist in the worker: a row whose prompt is complete and that is not paused decodes one token in every plan,
+    its input being the last token of its slot. ``decodes`` is how many such rows the scheduler counts, as a check.
+    Chunk i: tokens (cut by ``chunk_lens``) of slot ``chunk_slots[i]`` at positions from ``chunk_starts[i]``; the
+    next token is sampled into each slot of ``chunk_samples[i]`` (empty: the prompt goes on in a later plan).
+    table_*: whole block tables of new rows and replaced ones. append_*: one more block for a slot.
+    release: slots whose sequence is over. pause/resume: slots that skip steps and keep their memory.
+    swap_out, swap_in, copies: (source, destination) pairs, flat; done in this order and before any store.
+    """
+
+    kind: ClassVar[Kind] = Kind.PLAN
+    step_id: int
+    scheduler_epoch: int
+    worker_epoch: int
+    full: bool
+    decodes: int
+    new_rows: list[NewRow]
+    chunk_slots: list[int]
+    chunk_starts: list[int]
+    chunk_lens: list[int]
+    chunk_samples: list[list[int]]
+    table_slots: list[int]
+    table_lens: list[int]
+    pause: list[int]
+    resume: list[int]
+    release: list[int]
+    tokens: Int32
+    table_blocks: Int32
+    append_slots: Int32
+    append_blocks: Int32
+    swap_out: Int32
+    swap_in: Int32
+    copies: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Result(Message):
+    """worker → scheduler: step done, its KV written. Entry i: the token sampled into slot ``slots[i]``.
+
+    Rank 0 sends slots and ids; every rank sends the checksum of them, so ranks that drift apart are noticed.
+    timings: seconds by part (``forward``, ``sample``, ``wait`` for the plan, ``total``). error: the step failed.
+    """
+
+    kind: ClassVar[Kind] = Kind.RESULT
+    step_id: int
+    scheduler_epoch: int
+    worker_epoch: int
+    rank: int
+    checksum: int
+    slots: Int32
+    ids: Int32
+    timings: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequired(Message):
+    """worker → scheduler: a step id was skipped (or an epoch changed); only a full plan can follow."""
+
+    kind: ClassVar[Kind] = Kind.PLAN_REQUIRED
+    scheduler_epoch: int
+    worker_epoch: int
+    last_step: int
+
+
+_LAYOUTS: dict[int, Layout[Any]] = {
+    cls.kind: Layout(cls)
+    for cls in (
+        Hello,
+        Welcome,
+        HelloRequired,
+        Heartbeat,
+        Goodbye,
+        Fault,
+        Roster,
+        SubmitText,
+        SubmitTokens,
+        Accept,
+        Reject,
+        Cancel,
+        Stop,
+        Tokens,
+        Text,
+        Resume,
+        Ack,
+        Query,
+        Reply,
+        Plan,
+        Result,
+        PlanRequired,
+    )
+}
+_HEADERS = {kind: bytes((kind, PROTOCOL_VERSION)) for kind in _LAYOUTS}
+
+
+def encode(message: Message) -> list[bytes]:
+    """The message's frames. Token columns may be any int sequence or array; they leave as little-endian int32."""
+    return [_HEADERS[message.kind], *_LAYOUTS[message.kind].encode(message)]
+
+
+def decode(frames: Sequence[bytes | memoryview]) -> Any:
+    """The message in ``frames`` (as received, without a ROUTER's identity frame).
+
+    Raises WireError for anything else: an unknown kind or version, a wrong number of frames, a wrongly typed field.
+    """
+    if not frames or len(frames[0]) != 2:
+        raise WireError("the first frame is not [kind, version]")
+    kind, version = frames[0][0], frames[0][1]
+    if version != PROTOCOL_VERSION:
+        raise WireError(f"protocol version {version} is not {PROTOCOL_VERSION}")
+    layout = _LAYOUTS.get(kind)
+    if layout is None:
+        raise WireError(f"unknown message kind {kind}")
+    return layout.decode(frames[1:])
