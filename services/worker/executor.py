@@ -1,0 +1,35 @@
+"""What executes plans: the model on a device, or the null worker's toy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shared.codec import Int32
+from shared.wire import Memory, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Entry i: token ``ids[i]`` was sampled into slot ``slots[i]`` (order: docs/protocol.md). timings in seconds."""
+
+    slots: Int32
+    ids: Int32
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Owns weights and KV of one rank. Makes no policy: no EOS check, no allocation."""
+
+    @property
+    def memory(self) -> Memory:
+        """What this rank offers; constant after construction."""
+        ...
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Runs one plan whole. Raises PlanError when the plan contradicts the rows it names."""
+        ...
+
+
+class PlanError(Exception):
+    """The plan cannot be right: an unknown slot, a table too short, a wrong count of decodes."""
