@@ -1,0 +1,189 @@
+"""Starts, watches and ends the processes of a server on this host. Knows nothing about requests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import socket
+import time
+
+from services.gateway.config import GatewayConfig
+from services.launcher.child import Child
+from services.launcher.config import LauncherConfig
+from services.scheduler.config import SchedulerConfig
+from services.tokenizer.config import TokenizerConfig
+from services.worker.config import WorkerConfig
+from shared.config import secret_env, to_argv
+from shared.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+SETTLE = 0.1  # seconds: a terminal's Ctrl-C reaches children too, and their end must not look like a crash
+INTERRUPT_GRACE = 2.0  # seconds for each of the two rounds of an interrupt or a failure; five in all is the promise
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """The configs of everything that ``quire serve`` starts."""
+
+    launcher: LauncherConfig
+    gateway: GatewayConfig
+    tokenizer: TokenizerConfig
+    scheduler: SchedulerConfig
+    worker: WorkerConfig
+
+
+def listen_socket(host: str, port: int) -> socket.socket:
+    """A bound, inheritable TCP socket. It refuses connections until a gateway listens on it, once all is ready."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from error
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    sock.set_inheritable(True)
+    return sock
+
+
+class Launcher:
+    """One run of a server. ``run`` returns the exit code."""
+
+    def __init__(self, config: ServerConfig, sock: socket.socket, base: str) -> None:
+        self._config, self._socket, self._base = config, sock, base
+        self._children: list[Child] = []
+        self._interrupts = 0
+        self._signalled = asyncio.Event()
+        self._signal: signal.Signals | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        started = time.monotonic()
+        self._start_all()
+        signalled = asyncio.create_task(self._signalled.wait())
+        ready = asyncio.create_task(self._become_ready(started))
+        ends = [child.ended for child in self._children]
+        try:
+            await asyncio.wait([signalled, ready, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and not signalled.done():
+                if not ready.result():
+                    limit = self._config.launcher.start_timeout
+                    return await self._fail(f"the server was not ready after --start-timeout {limit:g} s")
+                await asyncio.wait([signalled, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if not signalled.done():
+                await asyncio.wait([signalled], timeout=SETTLE)
+            if signalled.done():
+                return await self._end()
+            dead = next(child for child in self._children if not child.running)
+            code = 2 if dead.ended.result() == 2 and not ready.done() else 1
+            await self._fail(dead.how_it_ended(), quiet=code == 2)
+            return code
+        finally:
+            signalled.cancel()
+            ready.cancel()
+            await self._kill_rest()
+
+    def _start_all(self) -> None:
+        config, base = self._config, self._base
+        self._start("scheduler", 0, dataclasses.replace(config.scheduler, bind=base))
+        for index in range(config.scheduler.tensor_parallel_size):
+            self._start("worker", index, dataclasses.replace(config.worker, index=index, connect=base))
+        for index in range(config.launcher.tokenizers):
+            self._start("tokenizer", index, dataclasses.replace(config.tokenizer, index=index, connect=base))
+        for index in range(config.launcher.gateways):
+            fd = self._socket.fileno()
+            self._start("gateway", index, dataclasses.replace(config.gateway, index=index, fd=fd, connect=base), [fd])
+
+    def _start(self, role: str, index: int, config: object, fds: list[int] | None = None) -> None:
+        self._children.append(Child(role, index, to_argv(config), secret_env(config), fds or []))
+
+    async def _become_ready(self, started: float) -> bool:
+        """Asks the server itself, as a client would: it answers once a gateway, a tokenizer and all workers are up."""
+        deadline = started + self._config.launcher.start_timeout
+        while time.monotonic() < deadline:
+            if await _answers_ready(self._socket):
+                host, port = self._socket.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                log.info(
+                    "ready in %.1f s: http://%s:%d/v1 (join with --connect %s)",
+                    time.monotonic() - started,
+                    shown,
+                    port,
+                    self._base,
+                )
+                return True
+            await asyncio.sleep(0.1)
+        return False
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._interrupts += 1
+        self._signal = self._signal or number
+        if self._interrupts > 1:
+            for child in self._children:
+                child.send(signal.SIGKILL)
+        self._signalled.set()
+
+    async def _end(self) -> int:
+        """A wanted end: gateways first, while everything behind them still works, then the rest."""
+        number = self._signal or signal.SIGTERM
+        drain = number == signal.SIGTERM
+        patience = self._config.gateway.shutdown_timeout + INTERRUPT_GRACE if drain else INTERRUPT_GRACE
+        if drain:
+            log.info("draining, at most %g s; once more to stop at once", self._config.gateway.shutdown_timeout)
+        for child in self._of("gateway"):
+            child.send(number)
+        await self._wait(self._of("gateway"), patience)
+        for child in self._children:
+            child.send(number)
+        await self._wait(self._children, INTERRUPT_GRACE)
+        return 0 if self._interrupts == 1 else 1
+
+    async def _fail(self, reason: str, quiet: bool = False) -> int:
+        """An unwanted end: every process learns the reason, open streams get it as their error event."""
+        if not quiet:
+            log.error("%s; ending the server", reason)
+        for child in self._children:
+            if child.running:
+                child.tell(reason)
+        await self._wait(self._of("gateway"), INTERRUPT_GRACE)
+        for child in self._children:
+            child.send(signal.SIGTERM)
+        await self._wait(self._children, INTERRUPT_GRACE)
+        return 1
+
+    def _of(self, role: str) -> list[Child]:
+        return [child for child in self._children if child.role == role]
+
+    async def _wait(self, children: list[Child], timeout: float) -> None:
+        running = [child.ended for child in children if child.running]
+        if running:
+            await asyncio.wait(running, timeout=timeout)
+
+    async def _kill_rest(self) -> None:
+        for child in self._children:
+            if child.running:
+                log.warning("%s does not end; killing it", child)
+                child.send(signal.SIGKILL)
+        await self._wait(self._children, INTERRUPT_GRACE)
+
+
+async def _answers_ready(sock: socket.socket) -> bool:
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        async with asyncio.timeout(2):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            status = await reader.readline()
+            writer.close()
+            return b" 200 " in status
+    except (OSError, TimeoutError):
+        return False
