@@ -6,6 +6,7 @@ Sends never block. A peer whose queue is full or that is gone raises ``PeerUnrea
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import os
 import socket
@@ -16,14 +17,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
-import zmq.auth
-import zmq.utils.z85
+from zmq.auth.thread import ThreadAuthenticator
 
 from shared.errors import ConfigError, QuireError
 
 HIGH_WATER_MARK = 100_000  # messages a peer may leave unread before sends to it fail
 MAX_MESSAGE_BYTES = 256 << 20
 LAST_WORD_MS = 500  # how long a closing socket may hold its last message
+ZAP_DOMAIN = "quire"
 
 
 class PeerUnreachable(QuireError):
@@ -130,7 +131,7 @@ def bind_router(context: Any, address: str, security: Security) -> tuple[Any, st
         sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if address.startswith("tcp:") and security.key is not None:
             sock.curve_server = True
-            sock.zap_domain = b"quire"
+            sock.zap_domain = ZAP_DOMAIN.encode()
         sock.bind(address)
     except zmq.ZMQError as error:
         sock.close(0)
@@ -164,16 +165,14 @@ def start_zap(context: Any, security: Security) -> Any:
     """Starts the thread that lets only holders of the cluster key in; call before binding. None when not needed."""
     if security.key is None:
         return None
-    from zmq.auth.thread import ThreadAuthenticator
-
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
 
     class OnlyUs:
         def callback(self, domain: str, key: bytes) -> bool:
-            return security.key is not None and zmq.utils.z85.encode(key) == security.key.public
+            return security.key is not None and hmac.compare_digest(key, security.key.public)
 
-    authenticator.configure_curve_callback("*", OnlyUs())
+    authenticator.configure_curve_callback(ZAP_DOMAIN, OnlyUs())
     return authenticator
 
 

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import time
+from typing import Any
 
 from services.gateway.config import GatewayConfig
 from services.launcher.child import Child
@@ -70,14 +71,14 @@ class Launcher:
         self._start_all()
         signalled = asyncio.create_task(self._signalled.wait())
         ready = asyncio.create_task(self._become_ready(started))
-        ends = [child.ended for child in self._children]
+        ends: list[asyncio.Future[Any]] = [child.ended for child in self._children]
         try:
-            await asyncio.wait([signalled, ready, *ends], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*ends, signalled, ready], return_when=asyncio.FIRST_COMPLETED)
             if ready.done() and not signalled.done():
                 if not ready.result():
                     limit = self._config.launcher.start_timeout
                     return await self._fail(f"the server was not ready after --start-timeout {limit:g} s")
-                await asyncio.wait([signalled, *ends], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([*ends, signalled], return_when=asyncio.FIRST_COMPLETED)
             if not signalled.done():
                 await asyncio.wait([signalled], timeout=SETTLE)
             if signalled.done():
