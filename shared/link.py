@@ -71,17 +71,12 @@ class Link:
 
     def send(self, message: Message) -> bool:
         """Queues a message; False when the peer's queue is full (counted; streams recover by RESUME)."""
-        try:
-            # The plain socket's send: it never blocks here and needs no future per message.
-            zmq.Socket.send_multipart(self._shadow, encode(message), zmq.DONTWAIT, copy=True)
-        except zmq.Again:
+        # The asyncio socket's own send: it resolves at once with DONTWAIT, and afterwards looks for messages that came in
+        # meanwhile. A send on the underlying socket would swallow their edge-triggered wake-up.
+        if self._socket.send_multipart(encode(message), zmq.DONTWAIT).exception() is not None:
             self.dropped += 1
             return False
         return True
-
-    @property
-    def _shadow(self) -> Any:
-        return self._socket._shadow_sock
 
     async def close(self, reason: str = "") -> None:
         for task in self._tasks:
