@@ -32,10 +32,9 @@ def main(argv: Sequence[str]) -> int:
     configure("launcher", config.gateway.log_level)
     if config.scheduler.bind:
         options.security(config.scheduler).check(Endpoint(config.scheduler.bind).clients)
-    if config.worker.worker == "model" or config.worker.model:
-        # Fetched and checked here, once and with a progress bar, before any port is bound or process started.
-        files = models.locate(config.worker.model, download_dir=config.worker.download_dir, progress=True)
-        log.info("model %s in %s", files.name, files.folder)
+    # Fetched and checked here, once and with a progress bar, before any port is bound or process started.
+    files = models.locate(config.worker.model, download_dir=config.worker.download_dir, progress=True)
+    log.info("model %s in %s", files.name, files.folder)
     rundir = RunDir()
     try:
         base = config.scheduler.bind or f"ipc://{rundir.path}"
