@@ -1,4 +1,4 @@
-"""The whole pipeline with the null worker: real processes, real wires, real tokenizer, a toy model that checks itself."""
+"""The whole pipeline with the null worker: real processes, wires and tokenizer, a toy model that checks itself."""
 
 from __future__ import annotations
 
