@@ -6,11 +6,13 @@ Sends never block. A peer whose queue is full or that is gone raises ``PeerUnrea
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import os
 import socket
 import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,16 +78,19 @@ class ClusterKey:
 
     @classmethod
     def load(cls, path: Path) -> ClusterKey:
-        """Reads the secret (Z85, 40 characters), or makes one readable by its owner only if the file is missing."""
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise ConfigError(f"cluster key file {path}: {error.strerror}") from error
-        else:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(zmq.curve_keypair()[1])
+        """Reads the secret (Z85, 40 characters), or makes one readable by its owner only if the file is missing.
+
+        Processes of a deployment may all start at once on an empty folder: the file appears whole, and the first wins.
+        """
+        if not path.exists():
+            try:
+                with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as part:
+                    part.write(zmq.curve_keypair()[1])
+                    part.flush()
+                    with contextlib.suppress(FileExistsError):
+                        os.link(part.name, path)
+            except OSError as error:
+                raise ConfigError(f"cluster key file {path}: {error.strerror}") from error
         secret = path.read_bytes().strip()
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise ConfigError(f"cluster key file {path} can be read by others; chmod 600 it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_the_key_file_is_made_once_and_guarded(tmp_path: Path) -> None:
     path.write_text("short")
     with pytest.raises(ConfigError, match="40-character"):
         ClusterKey.load(path)
+
+
+def test_processes_that_all_start_at_once_agree_on_one_key(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        for folder in (tmp_path / str(number) for number in range(50)):
+            folder.mkdir()
+            keys = set(pool.map(ClusterKey.load, [folder / "key"] * 16))
+            assert len(keys) == 1
+            assert [entry.name for entry in folder.iterdir()] == ["key"]
 
 
 def test_only_holders_of_the_key_get_through(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
