@@ -1,0 +1,179 @@
+"""Attention over paged KV in torch: gather by block table, then batched matrix products.
+
+Scores, softmax and sums are float32. Memory beyond a sequence's length is never trusted: blocks are reused without
+being cleared, and 0 * NaN would poison the output, so gathered values there are replaced, not only their scores.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+# A group of decode rows is padded to its longest. Splitting costs about as much as this many padded blocks.
+_PADDING_BLOCKS = 64
+_GROUP_BLOCKS = 1024
+
+
+def paged_decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    block_size = kv.shape[3]
+    first = torch.zeros_like(seq_lens)
+    if window:
+        first = (seq_lens - window).clamp_(min=0) // block_size
+    blocks = (seq_lens + block_size - 1) // block_size - first
+    out = torch.zeros_like(q)
+    for rows, width in _groups(blocks.tolist()):
+        index = torch.tensor(rows, device=q.device)
+        out[index] = _decode_group(
+            q[index],
+            kv,
+            block_table[index],
+            seq_lens[index],
+            first[index],
+            blocks[index],
+            width,
+            scale,
+            window,
+            softcap,
+        )
+    return out
+
+
+def _groups(blocks: list[int]) -> list[tuple[list[int], int]]:
+    """Rows of similar length together: (rows, blocks of the longest). Rows without blocks are left out."""
+    groups: list[tuple[list[int], int]] = []
+    rows: list[int] = []
+    width = padding = 0
+    for row in sorted((i for i, n in enumerate(blocks) if n > 0), key=lambda i: -blocks[i]):
+        if rows and (
+            padding + width - blocks[row] > _PADDING_BLOCKS or (len(rows) + 1) * width > max(width, _GROUP_BLOCKS)
+        ):
+            groups.append((rows, width))
+            rows = []
+        if not rows:
+            width, padding = blocks[row], 0
+        padding += width - blocks[row]
+        rows.append(row)
+    if rows:
+        groups.append((rows, width))
+    return groups
+
+
+def _decode_group(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    first: torch.Tensor,
+    blocks: torch.Tensor,
+    width: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    rows, heads, head_dim = q.shape
+    _, _, kv_heads, block_size, _ = kv.shape
+    columns = torch.arange(width, device=q.device)
+    live = columns < blocks.unsqueeze(1)
+    table = block_table.gather(1, torch.where(live, columns + first.unsqueeze(1), 0).long())
+    table = torch.where(live, table, 0).long()  # block 0 is zeroed padding
+
+    pieces = kv.view(-1, block_size * head_dim)  # one per (block, K or V, head)
+    index = (table * (2 * kv_heads)).unsqueeze(1) + torch.arange(kv_heads, device=q.device).view(1, -1, 1)
+    keys = pieces.index_select(0, index.flatten()).view(rows * kv_heads, width * block_size, head_dim)
+    values = pieces.index_select(0, (index + kv_heads).flatten())
+    _zero_tails(values.view(rows, kv_heads, width, block_size, head_dim), seq_lens, first, blocks)
+    values = values.view(rows * kv_heads, width * block_size, head_dim)
+
+    grouped = q.float().view(rows * kv_heads, heads // kv_heads, head_dim)
+    scores = torch.bmm(grouped, keys.float().transpose(1, 2)).mul_(scale).view(rows, heads, -1)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    positions = torch.arange(width * block_size, device=q.device) + (first * block_size).unsqueeze(1)
+    hidden = positions >= seq_lens.unsqueeze(1)
+    if window:
+        hidden |= positions < (seq_lens - window).unsqueeze(1)
+    weights = scores.masked_fill_(hidden.unsqueeze(1), float("-inf")).softmax(-1)
+    out = torch.bmm(weights.view(rows * kv_heads, -1, width * block_size), values.float())
+    return out.view(rows, heads, head_dim).to(q.dtype)
+
+
+def _zero_tails(values: torch.Tensor, seq_lens: torch.Tensor, first: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Zeroes each row's slots after its last token, all of which are in the row's last block."""
+    block_size = values.shape[3]
+    rows, last = torch.arange(len(values), device=values.device), (blocks - 1).long()
+    filled = seq_lens - (first + blocks - 1) * block_size
+    empty = torch.arange(block_size, device=values.device) >= filled.unsqueeze(1)
+    values[rows, :, last] = values[rows, :, last].masked_fill(empty.view(-1, 1, block_size, 1), 0)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    out = torch.zeros_like(q)
+    bounds = cu_seqlens.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        begin, end = bounds[row], bounds[row + 1]
+        if begin < end:
+            out[begin:end] = _prefill_one(q[begin:end], kv, block_table[row], length, scale, window, softcap)
+    return out
+
+
+def _prefill_one(
+    q: torch.Tensor, kv: torch.Tensor, table: torch.Tensor, length: int, scale: float, window: int, softcap: float
+) -> torch.Tensor:
+    """The last ``len(q)`` of ``length`` tokens, each attending to itself and what is before it (within ``window``)."""
+    start, block_size = length - len(q), kv.shape[3]
+    first = max(0, start + 1 - window) // block_size if window else 0
+    picked = kv.index_select(0, table[first : (length + block_size - 1) // block_size].long())
+    live = length - first * block_size
+    keys, values = (
+        part.transpose(0, 1).reshape(part.shape[1], -1, part.shape[3])[:, :live] for part in picked.unbind(1)
+    )
+    mask = None
+    if start > 0 or window:
+        query = torch.arange(start, length, device=q.device).unsqueeze(1)
+        key = torch.arange(first * block_size, length, device=q.device)
+        mask = key <= query
+        if window:
+            mask &= key > query - window
+    queries = q.transpose(0, 1)
+    if softcap:
+        return _capped(queries, keys, values, mask, scale, softcap).transpose(0, 1)
+    attended = F.scaled_dot_product_attention(
+        queries.unsqueeze(0),
+        keys.unsqueeze(0),
+        values.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return attended.squeeze(0).transpose(0, 1)
+
+
+def _capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+) -> torch.Tensor:
+    """Attention with scores bounded to ``softcap * tanh(score / softcap)``, which torch's fused one cannot do."""
+    heads, tokens, head_dim = q.shape
+    if mask is None:
+        mask = torch.ones(tokens, k.shape[1], dtype=torch.bool, device=q.device).tril()
+    grouped = q.float().view(len(k), -1, tokens, head_dim)
+    scores = torch.tanh(grouped @ k.float().transpose(1, 2).unsqueeze(1) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (weights @ v.float().unsqueeze(1)).view(heads, tokens, head_dim).to(q.dtype)

@@ -1,0 +1,22 @@
+"""Writes to KV memory ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    stored = (slot_mapping >= 0).nonzero().squeeze(1)
+    if len(stored) < len(slot_mapping):
+        k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
+    block_size = kv.shape[3]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    kv[:, 0].transpose(1, 2)[blocks, offsets] = k
+    kv[:, 1].transpose(1, 2)[blocks, offsets] = v
+
+
+def copy_blocks(kvs: Sequence[torch.Tensor], sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    for kv in kvs:
+        kv.index_copy_(0, destinations, kv.index_select(0, sources))

@@ -1,0 +1,174 @@
+"""Executes plans with a model on this machine's device."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels import ops
+from services.worker import machine
+from services.worker.config import WorkerConfig
+from services.worker.executor import StepOutput
+from services.worker.models.config import ModelConfig
+from services.worker.models.decoder import Batch, Decoder
+from services.worker.rows import Ints, Limits, Rows, Step
+from services.worker.weights import load_weights
+from shared.codec import no_ids
+from shared.errors import ConfigError
+from shared.models import ModelFiles, locate
+from shared.wire import Memory, Plan
+
+log = logging.getLogger(__name__)
+
+
+class ModelExecutor:
+    """Weights, KV memory and rows of one rank. Loading happens in the constructor and raises ConfigError."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        cgroup = machine.Cgroup()
+        threads = machine.compute_threads(config.threads, cgroup)
+        torch.set_num_threads(threads)
+        self._device = machine.pick_device(config.device)
+        self._dtype = machine.pick_dtype(config.dtype, self._device)
+        files = locate(config.model, download_dir=config.download_dir, progress=True)
+        model = ModelConfig.load(files.folder)
+        max_model_len = model.max_model_len(config.max_model_len)
+        log.info(
+            "%s: %s, %s on %s, %d threads", files.name, model.architecture, _name(self._dtype), self._device, threads
+        )
+        self._decoder = self._load(model, files, max_model_len)
+        reserve = _activation_bytes(model, config.max_num_batched_tokens, self._dtype)
+        budget = machine.kv_budget(config, self._device, reserve, cgroup)
+        bytes_per_token = 2 * model.num_kv_heads * model.head_dim * self._dtype.itemsize * model.num_layers
+        num_blocks = _num_blocks(config, budget, bytes_per_token * config.block_size, max_model_len)
+        self._kv = self._allocate(model, num_blocks, config.block_size)
+        self._rows = Rows(Limits(config.max_num_seqs, num_blocks, config.block_size, max_model_len, model.vocab_size))
+        self._memory = Memory(
+            num_blocks=num_blocks,
+            host_blocks=0,
+            block_size=config.block_size,
+            bytes_per_block=bytes_per_token * config.block_size,
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            eos_ids=list(model.eos_ids),
+            model_digest=f"{files.digest}-{_name(self._dtype)}",
+        )
+        log.info(
+            "KV: %d bytes per token, %d blocks of %d, %.1f requests of %d tokens fit",
+            bytes_per_token,
+            num_blocks,
+            config.block_size,
+            (num_blocks - 1) / self._rows.limits.max_blocks,
+            max_model_len,
+        )
+
+    @property
+    def memory(self) -> Memory:
+        return self._memory
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> StepOutput:
+        begin = time.perf_counter()
+        step = self._rows.apply(plan)
+        if len(plan.copies):
+            pairs = self._upload(plan.copies.astype(np.int64))
+            ops.copy_blocks(self._kv, pairs[::2], pairs[1::2])
+        if not len(step.positions):
+            return StepOutput(no_ids(), no_ids(), {"total": time.perf_counter() - begin})
+        hidden = self._decoder.forward(self._batch(step, plan), self._kv)
+        forward = time.perf_counter()
+        ids = self._sample(hidden, step)
+        self._rows.last_token[step.sample_slots] = ids
+        end = time.perf_counter()
+        timings = {"forward": forward - begin, "sample": end - forward, "total": end - begin}
+        return StepOutput(step.sample_slots.astype(np.int32), ids.astype(np.int32), timings)
+
+    def _load(self, model: ModelConfig, files: ModelFiles, max_model_len: int) -> Decoder:
+        begin = time.perf_counter()
+        decoder = Decoder(model, max_model_len, self._dtype, self._device)
+        decoder.load(load_weights(files, self._dtype, progress=True))
+        log.info("weights loaded in %.1f s", time.perf_counter() - begin)
+        return decoder
+
+    def _allocate(self, model: ModelConfig, num_blocks: int, block_size: int) -> list[torch.Tensor]:
+        """KV memory, one tensor a layer. Only block 0 is cleared: the rest is written before it is read."""
+        shape = (num_blocks, 2, model.num_kv_heads, block_size, model.head_dim)
+        try:
+            kv = [torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(model.num_layers)]
+        except RuntimeError as error:  # torch.OutOfMemoryError is one too
+            raise ConfigError(f"no memory for {num_blocks} KV blocks of {block_size} tokens") from error
+        for layer in kv:
+            layer[0].zero_()
+        return kv
+
+    def _batch(self, step: Step, plan: Plan) -> Batch:
+        rows = self._rows
+        decodes = len(step.decode_slots)
+        tokens = np.concatenate([rows.last_token[step.decode_slots], plan.tokens.astype(np.int64)])
+        return Batch(
+            tokens=self._upload(tokens),
+            positions=self._upload(step.positions),
+            slot_mapping=self._upload(rows.slot_mapping(step)),
+            decode_tables=self._tables(step.decode_slots),
+            decode_lens=self._upload((step.positions[:decodes] + 1).astype(np.int32)),
+            chunk_tables=self._tables(step.chunk_slots),
+            chunk_cu_seqlens=self._upload(np.concatenate([[0], np.cumsum(step.chunk_lens)]).astype(np.int32)),
+            chunk_lens=self._upload(step.chunk_ends.astype(np.int32)),
+        )
+
+    def _tables(self, slots: Ints) -> torch.Tensor:
+        """The slots' block tables, as wide as the longest."""
+        width = int(self._rows.state.blocks[slots].max(initial=0))
+        return self._upload(self._rows.tables[slots, :width])
+
+    def _sample(self, hidden: torch.Tensor, step: Step) -> Ints:
+        if not len(step.sample_slots):
+            return np.empty(0, dtype=np.int64)
+        logits = self._decoder.logits(hidden[self._upload(step.sample_tokens)])
+        rows, slots = self._rows, step.sample_slots
+        if not rows.temperature[slots].any():
+            ids = logits.argmax(-1)
+        else:
+            ids = ops.sample(
+                logits,
+                self._upload(rows.temperature[slots]),
+                self._upload(rows.top_k[slots]),
+                self._upload(rows.top_p[slots]),
+                self._upload(rows.min_p[slots]),
+                self._upload(rows.seed[slots]),
+                self._upload(step.sample_positions),
+            )
+        sampled: Ints = ids.cpu().numpy()
+        return sampled
+
+    def _upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _activation_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """A generous estimate of what one step of ``tokens`` allocates beside weights and KV."""
+    widest = max(2 * model.intermediate_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+    per_token = (4 * model.hidden_size + 2 * widest) * max(dtype.itemsize, 4)
+    return tokens * per_token + min(tokens, 256) * model.vocab_size * 8
+
+
+def _num_blocks(config: WorkerConfig, budget: int, bytes_per_block: int, max_model_len: int) -> int:
+    """KV blocks, the padding included: as asked, else what the budget holds and full-length requests can use."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    usable = config.max_num_seqs * -(-max_model_len // config.block_size)
+    blocks = min(max(budget, 0) // bytes_per_block, usable + 1)
+    if blocks < 2:
+        raise ConfigError(
+            f"no memory for KV: a block of {config.block_size} tokens takes {bytes_per_block} bytes, two are needed "
+            f"(one is padding), and there are {max(budget, 0)} bytes"
+        )
+    return blocks

@@ -1,0 +1,1 @@
+"""The decoder-only transformers this worker runs, written on ``kernels.ops``."""

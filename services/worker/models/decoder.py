@@ -1,0 +1,178 @@
+"""One decoder for the whole Llama family: what differs between its members is in ``ModelConfig``.
+
+Weights carry their Hugging Face names until they are copied into the fused tensors the forward pass uses (queries,
+keys and values in one product, gate and up in one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels import ops
+from services.worker.models.config import ModelConfig
+from shared.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one forward pass: D decode rows of one token each, then the tokens of C prefill chunks.
+
+    tokens, positions, slot_mapping: [T] int64. Decode tables [D, max_blocks] int32 and lengths [D] int32; chunk tables,
+    cu_seqlens [C + 1] and lengths likewise. Lengths include the batch's own tokens.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    decode_tables: torch.Tensor
+    decode_lens: torch.Tensor
+    chunk_tables: torch.Tensor
+    chunk_cu_seqlens: torch.Tensor
+    chunk_lens: torch.Tensor
+
+
+class Linear:
+    """``x @ weight.T + bias``; weight [out, in], uninitialised until it is loaded."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
+        self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Layer:
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.window = config.windows[index]
+        hidden, head_dim = config.hidden_size, config.head_dim
+        self.q_size, self.kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self.input_norm = torch.empty(hidden, dtype=dtype, device=device)
+        self.post_norm = torch.empty(hidden, dtype=dtype, device=device)
+        self.qkv = Linear(hidden, self.q_size + 2 * self.kv_size, config.qkv_bias, dtype, device)
+        self.out = Linear(self.q_size, hidden, config.out_bias, dtype, device)
+        self.gate_up = Linear(hidden, 2 * config.intermediate_size, config.mlp_bias, dtype, device)
+        self.down = Linear(config.intermediate_size, hidden, config.mlp_bias, dtype, device)
+        self.q_norm = torch.empty(head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.k_norm = torch.empty(head_dim, dtype=dtype, device=device) if config.qk_norm else None
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Hugging Face name (after ``model.layers.N.``) to the tensor, or part of one, that it is loaded into."""
+        found = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
+        if self.q_norm is not None and self.k_norm is not None:
+            found |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
+        kv_size, inner = self.kv_size, self.config.intermediate_size
+        fused: list[tuple[Linear, dict[str, int]]] = [
+            (self.qkv, {"self_attn.q_proj": self.q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}),
+            (self.out, {"self_attn.o_proj": len(self.out.weight)}),
+            (self.gate_up, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
+            (self.down, {"mlp.down_proj": len(self.down.weight)}),
+        ]
+        for linear, parts in fused:
+            for name, part in zip(parts, torch.split(linear.weight, list(parts.values())), strict=True):
+                found[f"{name}.weight"] = part
+            if linear.bias is not None:
+                for name, part in zip(parts, torch.split(linear.bias, list(parts.values())), strict=True):
+                    found[f"{name}.bias"] = part
+        return found
+
+    def attend(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """Self-attention of normed ``x [T, hidden]``; stores the new keys and values first."""
+        config, eps = self.config, self.config.rms_norm_eps
+        qkv = self.qkv(x).view(len(x), -1, config.head_dim)
+        qk, v = torch.split(qkv, [config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
+        q, k = torch.split(qk, [config.num_heads, config.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q.copy_(ops.rms_norm(q, self.q_norm, eps))
+            k.copy_(ops.rms_norm(k, self.k_norm, eps))
+        ops.rope(qk, cos_sin, batch.positions)
+        ops.store_kv(k, v, kv, batch.slot_mapping)
+        scale, decodes = config.head_dim**-0.5, len(batch.decode_lens)
+        parts = []
+        if decodes:
+            parts.append(
+                ops.paged_decode(
+                    q[:decodes], kv, batch.decode_tables, batch.decode_lens, scale=scale, window=self.window
+                )
+            )
+        if decodes < len(x):
+            parts.append(
+                ops.paged_prefill(
+                    q[decodes:],
+                    kv,
+                    batch.chunk_tables,
+                    batch.chunk_cu_seqlens,
+                    batch.chunk_lens,
+                    scale=scale,
+                    window=self.window,
+                )
+            )
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.out(attended.reshape(len(x), -1))
+
+    def transform(self, x: torch.Tensor) -> torch.Tensor:
+        """The gated feed-forward of normed ``x [T, hidden]``."""
+        return self.down(ops.silu_mul(self.gate_up(x)))
+
+
+class Decoder:
+    """Weights of one model and its forward pass over paged KV."""
+
+    def __init__(self, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = [Layer(config, index, dtype, device) for index in range(config.num_layers)]
+        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.head = torch.empty_like(self.embedding) if not config.tied else self.embedding
+        self.cos_sin = config.rope.table(max_model_len).to(device)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies every weight into its place. Raises ConfigError naming one that is missing, unknown or misshapen."""
+        places = self._parameters()
+        missing = set(places)
+        for name, tensor in weights:
+            if name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight"):
+                continue  # derived from config.json; a second copy of the embedding
+            place = places.get(name)
+            if place is None:
+                raise ConfigError(f"the weights hold {name}, which a {self.config.architecture} does not have")
+            if tensor.shape != place.shape:
+                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; config.json makes it {tuple(place.shape)}")
+            place.copy_(tensor)
+            missing.discard(name)
+        if missing:
+            first = min(missing)
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError(f"the weights lack {first}{more}")
+
+    def forward(self, batch: Batch, kv: list[torch.Tensor]) -> torch.Tensor:
+        """Hidden states [T, hidden] before the last norm; new keys and values are stored in ``kv`` (one a layer)."""
+        eps = self.config.rms_norm_eps
+        residual = self.embedding[batch.tokens]
+        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        for index, layer in enumerate(self.layers):
+            attended = layer.attend(x, batch, kv[index], self.cos_sin)
+            x = ops.add_rms_norm(attended, residual, layer.post_norm, eps)
+            transformed = layer.transform(x)
+            if index + 1 < len(self.layers):
+                x = ops.add_rms_norm(transformed, residual, self.layers[index + 1].input_norm, eps)
+            else:
+                residual += transformed
+        return residual
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab_size] of the given rows of ``forward``'s result."""
+        return F.linear(ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.head)
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not self.config.tied:
+            found["lm_head.weight"] = self.head
+        for index, layer in enumerate(self.layers):
+            found |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.parameters().items()}
+        return found

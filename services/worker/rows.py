@@ -1,0 +1,303 @@
+"""The persistent batch: what a worker keeps of every slot, and how a plan changes it.
+
+A plan is first checked whole against a copy of the rows' small columns; only a plan that is right is applied, so a
+PlanError leaves everything as it was. Columns are numpy arrays of ``max_num_seqs`` entries, indexed by slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.executor import PlanError
+from shared.wire import NewRow, Plan
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass
+class State:
+    """The columns a plan is checked against. blocks: entries of the slot's table. length: tokens with KV."""
+
+    alive: npt.NDArray[np.bool_]
+    decoding: npt.NDArray[np.bool_]
+    paused: npt.NDArray[np.bool_]
+    length: Ints
+    blocks: Ints
+
+    @classmethod
+    def empty(cls, slots: int) -> State:
+        alive, decoding, paused = np.zeros((3, slots), dtype=np.bool_)
+        length, blocks = np.zeros((2, slots), dtype=np.int64)
+        return cls(alive, decoding, paused, length, blocks)
+
+    def copy(self) -> State:
+        return State(*(getattr(self, f.name).copy() for f in fields(self)))
+
+    def clear(self, slots: object = slice(None)) -> None:
+        for f in fields(self):
+            getattr(self, f.name)[slots] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one plan computes: token i of the batch belongs to row ``token_slots[i]``, at ``positions[i]``.
+
+    Decode rows come first, one token each, in ascending slot order; then the chunks. Sampled entry j takes the logits
+    of token ``sample_tokens[j]`` and fills position ``sample_positions[j]`` of ``sample_slots[j]``.
+    """
+
+    decode_slots: Ints
+    chunk_slots: Ints
+    chunk_lens: Ints
+    chunk_ends: Ints
+    token_slots: Ints
+    positions: Ints
+    sample_tokens: Ints
+    sample_slots: Ints
+    sample_positions: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What plans may name: slots, blocks (0 is padding), table entries, positions and token ids below these."""
+
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+
+    @property
+    def max_blocks(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass
+class Rows:
+    limits: Limits
+    state: State = field(init=False)
+    tables: npt.NDArray[np.int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots = self.limits.max_num_seqs
+        self.state = State.empty(slots)
+        self.tables = np.zeros((slots, self.limits.max_blocks), dtype=np.int32)
+        self.last_token = np.zeros(slots, dtype=np.int64)
+        self.temperature = np.zeros(slots, dtype=np.float32)
+        self.top_p = np.ones(slots, dtype=np.float32)
+        self.top_k = np.zeros(slots, dtype=np.int64)
+        self.min_p = np.zeros(slots, dtype=np.float32)
+        self.seed = np.zeros(slots, dtype=np.int64)
+
+    def apply(self, plan: Plan) -> Step:
+        """Checks ``plan`` and makes its changes, lengths after the step included. Raises PlanError, changing nothing.
+
+        Copies are checked here and made by the caller, before the step's stores.
+        """
+        state = self.state.copy()
+        if plan.full:
+            state.clear()
+        self._check_shape(plan)
+        self._release(plan, state)
+        self._enter(plan, state)
+        appended_at = self._check_tables(plan, state)
+        self._pause(plan, state)
+        self._check_moves(plan)
+        step = self._schedule(plan, state)
+        self.state = state
+        self._write_rows(plan)
+        self._write_tables(plan, appended_at)
+        return step
+
+    def slot_mapping(self, step: Step) -> Ints:
+        """Where each token of the step is stored."""
+        block_size = self.limits.block_size
+        blocks = self.tables[step.token_slots, step.positions // block_size].astype(np.int64)
+        return blocks * block_size + step.positions % block_size
+
+    # ---- checks, in the order in which a plan is applied -----------------------------------------------------------
+
+    def _check_shape(self, plan: Plan) -> None:
+        chunks = len(plan.chunk_slots)
+        if not chunks == len(plan.chunk_starts) == len(plan.chunk_lens) == len(plan.chunk_samples):
+            raise PlanError("chunk_slots, chunk_starts, chunk_lens and chunk_samples differ in length")
+        if sum(plan.chunk_lens) != len(plan.tokens):
+            raise PlanError(f"chunk_lens add up to {sum(plan.chunk_lens)}, but there are {len(plan.tokens)} tokens")
+        if len(plan.table_slots) != len(plan.table_lens) or sum(plan.table_lens) != len(plan.table_blocks):
+            raise PlanError("table_slots, table_lens and table_blocks do not fit together")
+        if len(plan.append_slots) != len(plan.append_blocks):
+            raise PlanError("append_slots and append_blocks differ in length")
+        if len(plan.tokens) and not (plan.tokens.min() >= 0 and plan.tokens.max() < self.limits.vocab_size):
+            raise PlanError(f"a token id is outside 0..{self.limits.vocab_size - 1}")
+
+    def _slot(self, slot: int, state: State, what: str) -> None:
+        if not 0 <= slot < self.limits.max_num_seqs:
+            raise PlanError(f"slot {slot}: {what} a slot outside 0..{self.limits.max_num_seqs - 1}")
+        if not state.alive[slot]:
+            raise PlanError(f"slot {slot}: {what} a slot that holds no row")
+
+    def _release(self, plan: Plan, state: State) -> None:
+        for slot in plan.release:
+            self._slot(slot, state, "releases")
+            state.clear(slot)
+
+    def _enter(self, plan: Plan, state: State) -> None:
+        with_table = set(plan.table_slots)
+        for row in plan.new_rows:
+            if not 0 <= row.slot < self.limits.max_num_seqs:
+                raise PlanError(f"slot {row.slot}: a new row outside 0..{self.limits.max_num_seqs - 1}")
+            if state.alive[row.slot]:
+                raise PlanError(f"slot {row.slot}: a new row where one is already")
+            if row.slot not in with_table:
+                raise PlanError(f"slot {row.slot}: a new row without a block table")
+            if not 0 <= row.length < self.limits.max_model_len:
+                raise PlanError(f"slot {row.slot}: length {row.length} is outside 0..{self.limits.max_model_len - 1}")
+            _check_sampling(row)
+            state.alive[row.slot] = True
+            state.length[row.slot] = row.length
+
+    def _check_tables(self, plan: Plan, state: State) -> Ints:
+        """Returns where in its table each appended block goes."""
+        for blocks in (plan.table_blocks, plan.append_blocks):
+            if len(blocks) and not (blocks.min() > 0 and blocks.max() < self.limits.num_blocks):
+                raise PlanError(f"a block of a table is outside 1..{self.limits.num_blocks - 1}")
+        if len(set(plan.table_slots)) != len(plan.table_slots):
+            raise PlanError("a slot has two tables")
+        for slot, count in zip(plan.table_slots, plan.table_lens, strict=True):
+            self._slot(slot, state, "a table for")
+            if not 0 <= count <= self.limits.max_blocks:
+                raise PlanError(f"slot {slot}: a table of {count} blocks is longer than {self.limits.max_blocks}")
+            if count * self.limits.block_size < state.length[slot]:
+                raise PlanError(f"slot {slot}: a table of {count} blocks does not hold its {state.length[slot]} tokens")
+            state.blocks[slot] = count
+        at = np.empty(len(plan.append_slots), dtype=np.int64)
+        for i, slot in enumerate(plan.append_slots.tolist()):
+            self._slot(slot, state, "appends to")
+            at[i] = state.blocks[slot]
+            if at[i] >= self.limits.max_blocks:
+                raise PlanError(f"slot {slot}: its table is longer than {self.limits.max_blocks} blocks")
+            state.blocks[slot] += 1
+        return at
+
+    def _pause(self, plan: Plan, state: State) -> None:
+        for slot in plan.pause:
+            self._slot(slot, state, "pauses")
+            if state.paused[slot]:
+                raise PlanError(f"slot {slot}: paused twice")
+            state.paused[slot] = True
+        for slot in plan.resume:
+            self._slot(slot, state, "resumes")
+            if not state.paused[slot]:
+                raise PlanError(f"slot {slot}: resumed, but not paused")
+            state.paused[slot] = False
+
+    def _check_moves(self, plan: Plan) -> None:
+        if len(plan.swap_out) or len(plan.swap_in):
+            raise PlanError("the plan swaps, but this worker offers no host blocks")
+        if len(plan.copies) % 2:
+            raise PlanError("copies are not pairs")
+        if not len(plan.copies):
+            return
+        if plan.copies.min() <= 0 or plan.copies.max() >= self.limits.num_blocks:
+            raise PlanError(f"a copied block is outside 1..{self.limits.num_blocks - 1}")
+        sources, destinations = set(plan.copies[::2].tolist()), plan.copies[1::2].tolist()
+        if len(set(destinations)) != len(destinations) or sources & set(destinations):
+            raise PlanError("a block is the destination of two copies, or source and destination in one plan")
+
+    def _schedule(self, plan: Plan, state: State) -> Step:
+        decode_slots = np.flatnonzero(state.decoding & ~state.paused)
+        if len(decode_slots) != plan.decodes:
+            raise PlanError(f"the plan counts {plan.decodes} decoding rows; there are {len(decode_slots)}")
+        decode_positions = state.length[decode_slots]
+        self._check_room(decode_slots, decode_positions + 1, state)
+
+        chunk_slots = np.asarray(plan.chunk_slots, dtype=np.int64)
+        chunk_lens = np.asarray(plan.chunk_lens, dtype=np.int64)
+        starts = np.asarray(plan.chunk_starts, dtype=np.int64)
+        if len(set(plan.chunk_slots)) != len(plan.chunk_slots):
+            raise PlanError("a slot has two chunks")
+        for slot, start, count in zip(plan.chunk_slots, plan.chunk_starts, plan.chunk_lens, strict=True):
+            self._slot(slot, state, "a chunk for")
+            if state.paused[slot] or state.decoding[slot]:
+                raise PlanError(
+                    f"slot {slot}: a chunk for a row that is {'paused' if state.paused[slot] else 'decoding'}"
+                )
+            if count < 1:
+                raise PlanError(f"slot {slot}: a chunk of {count} tokens")
+            if not 0 <= start <= state.length[slot]:
+                raise PlanError(f"slot {slot}: a chunk from position {start}, but it holds {state.length[slot]} tokens")
+        ends = starts + chunk_lens
+        self._check_room(chunk_slots, ends, state)
+        state.length[decode_slots] += 1
+        state.length[chunk_slots] = ends
+
+        sampled = [slot for slots in plan.chunk_samples for slot in slots]
+        counts = [len(slots) for slots in plan.chunk_samples]
+        for slot in sampled:
+            self._slot(slot, state, "samples into")
+            if state.paused[slot] or state.decoding[slot]:
+                raise PlanError(f"slot {slot}: sampled into while paused or decoding, or twice")
+            state.decoding[slot] = True
+        sampled_slots, sampled_ends = np.asarray(sampled, dtype=np.int64), np.repeat(ends, counts)
+        self._check_room(sampled_slots, sampled_ends, state)
+        state.length[sampled_slots] = sampled_ends
+
+        decodes = len(decode_slots)
+        chunk_ends_in_batch = decodes + np.cumsum(chunk_lens)
+        offsets = np.arange(chunk_lens.sum()) - np.repeat(np.cumsum(chunk_lens) - chunk_lens, chunk_lens)
+        return Step(
+            decode_slots=decode_slots,
+            chunk_slots=chunk_slots,
+            chunk_lens=chunk_lens,
+            chunk_ends=ends,
+            token_slots=np.concatenate([decode_slots, np.repeat(chunk_slots, chunk_lens)]),
+            positions=np.concatenate([decode_positions, np.repeat(starts, chunk_lens) + offsets]),
+            sample_tokens=np.concatenate([np.arange(decodes), np.repeat(chunk_ends_in_batch - 1, counts)]),
+            sample_slots=np.concatenate([decode_slots, sampled_slots]),
+            sample_positions=np.concatenate([decode_positions + 1, sampled_ends]),
+        )
+
+    def _check_room(self, slots: Ints, needed: Ints, state: State) -> None:
+        """Each slot's table and the model's limit allow ``needed`` tokens."""
+        short = state.blocks[slots] * self.limits.block_size < needed
+        if short.any():
+            slot, tokens = slots[short][0], needed[short][0]
+            raise PlanError(f"slot {slot}: a table of {state.blocks[slot]} blocks is too short for {tokens} tokens")
+        if (needed > self.limits.max_model_len).any():
+            slot = slots[needed > self.limits.max_model_len][0]
+            raise PlanError(f"slot {slot}: more than max_model_len {self.limits.max_model_len} tokens")
+
+    # ---- writes ----------------------------------------------------------------------------------------------------
+
+    def _write_rows(self, plan: Plan) -> None:
+        for row in plan.new_rows:
+            self.tables[row.slot] = 0
+            self.temperature[row.slot] = row.temperature
+            self.top_p[row.slot] = row.top_p
+            self.top_k[row.slot] = row.top_k
+            self.min_p[row.slot] = row.min_p
+            self.seed[row.slot] = row.seed
+
+    def _write_tables(self, plan: Plan, appended_at: Ints) -> None:
+        begin = 0
+        for slot, count in zip(plan.table_slots, plan.table_lens, strict=True):
+            self.tables[slot, :count] = plan.table_blocks[begin : begin + count]
+            self.tables[slot, count:] = 0
+            begin += count
+        self.tables[plan.append_slots, appended_at] = plan.append_blocks
+
+
+def _check_sampling(row: NewRow) -> None:
+    in_range = {
+        "temperature": 0 <= row.temperature < float("inf"),
+        "top_p": 0 < row.top_p <= 1,
+        "top_k": row.top_k >= 0,
+        "min_p": 0 <= row.min_p <= 1,
+        "seed": 0 <= row.seed < 1 << 63,
+    }
+    for name, fine in in_range.items():
+        if not fine:
+            raise PlanError(f"slot {row.slot}: {name} {getattr(row, name)} is out of range")
