@@ -1,0 +1,191 @@
+"""Prompts to token ids, in a bounded pool of threads beside the detokenizing loop, and all checks of a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from services.tokenizer.messages import normalize
+from services.tokenizer.stop import StopStrings
+from services.tokenizer.tokenizer import Tokenizer
+from shared.codec import Int32, int32
+from shared.errors import RequestError
+from shared.wire import SubmitText, Welcome
+
+T = TypeVar("T")
+MAX_WAITING = 1024  # prompts in the pool and before it
+RESERVED_VARIABLES = ("messages",)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """An encoded and checked request. ids: int32, never empty. max_tokens: at least 1, fits the context with ids."""
+
+    ids: Int32
+    max_tokens: int
+    stops: StopStrings | None
+
+
+class Encoder:
+    """Encodes off the event loop. ``limits`` of its methods are the scheduler's (``max_model_len``, ``vocab_size``)."""
+
+    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
+        self._tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
+        self._waiting = 0
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def prompt(self, message: SubmitText, limits: Welcome) -> Prompt:
+        """Raises RequestError: 400 for what is wrong with the request, 503 when too many wait."""
+        return await self._run(self._prompt, message, limits)
+
+    async def tokenize(self, args: dict[str, Any], limits: Welcome) -> dict[str, Any]:
+        """Answers the body of /tokenize: a ``prompt``, or ``messages`` to be put through the chat template."""
+        return await self._run(self._tokenize, args, limits)
+
+    async def detokenize(self, args: dict[str, Any], limits: Welcome) -> dict[str, Any]:
+        """Answers the body of /detokenize, ``{"tokens": [...]}``."""
+        return await self._run(self._detokenize, args, limits)
+
+    async def _run(self, work: Callable[[Any, Welcome], T], argument: Any, limits: Welcome) -> T:
+        if self._waiting >= MAX_WAITING:
+            raise RequestError(
+                f"{self._waiting} prompts wait to be encoded, the limit", status=503, code="overloaded", retry_after=1.0
+            )
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work, argument, limits)
+        finally:
+            self._waiting -= 1
+
+    # ---- in the pool ----
+
+    def _prompt(self, message: SubmitText, limits: Welcome) -> Prompt:
+        param = "messages" if message.messages is not None else "prompt"
+        wanted = message.sampling.max_tokens
+        _check_vocabulary(message.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
+        if "" in message.stop:
+            raise RequestError("stop contains an empty string", param="stop")
+        if message.messages is not None:
+            ids = self._chat(message.messages, message.template_kwargs, False, limits, wanted)
+        elif message.prompt is not None:
+            ids = self._encode(message.prompt, message.add_special_tokens, limits, wanted, param)
+            if not len(ids) and self._tokenizer.bos_id is not None:
+                ids = int32([self._tokenizer.bos_id])
+        else:
+            ids = message.prompt_ids
+            _check_vocabulary(ids, limits.vocab_size, param)
+        if not len(ids):
+            raise RequestError(f"{param} is empty: it has no tokens", param=param)
+        if len(ids) + (wanted or 1) > limits.max_model_len:
+            raise _too_long(len(ids), wanted, limits.max_model_len, param)
+        return Prompt(
+            ids,
+            limits.max_model_len - len(ids) if wanted is None else wanted,
+            StopStrings(message.stop) if message.stop else None,
+        )
+
+    def _chat(
+        self,
+        messages: list[Any],
+        options: dict[str, Any],
+        add_special_tokens: bool,
+        limits: Welcome,
+        wanted: int | None,
+    ) -> Int32:
+        """A template writes its own BOS, so special tokens are not added to a conversation unless asked for."""
+        conversation = normalize(messages)
+        for name in RESERVED_VARIABLES:
+            if name in options:
+                raise RequestError(f"{name} cannot be a template variable", param=f"chat_template_kwargs.{name}")
+        template = self._tokenizer.template_for(options.get("tools"))
+        if template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template",
+                code="no_chat_template",
+                param="messages",
+            )
+        self._check_characters(sum(len(m.get("content", "")) for m in conversation), limits, wanted, "messages")
+        text = template.render(conversation, {"add_generation_prompt": True, **options})
+        return self._encode(text, add_special_tokens, limits, wanted, "messages")
+
+    def _encode(self, text: str, add_special_tokens: bool, limits: Welcome, wanted: int | None, param: str) -> Int32:
+        self._check_characters(len(text), limits, wanted, param)
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"{param} is not valid Unicode text", param=param) from error
+        if len(encoding) > limits.max_model_len:  # before a list of all ids is made with the GIL held
+            raise _too_long(len(encoding), wanted, limits.max_model_len, param)
+        return int32(encoding.ids)
+
+    def _check_characters(self, characters: int, limits: Welcome, wanted: int | None, param: str) -> None:
+        """Refuses a text that cannot fit whatever its tokens are, before any work on it."""
+        longest = self._tokenizer.max_chars_per_token
+        if longest is not None and characters > limits.max_model_len * longest:
+            raise _too_long(-(-characters // longest), wanted, limits.max_model_len, param, "at least ")
+
+    def _tokenize(self, args: dict[str, Any], limits: Welcome) -> dict[str, Any]:
+        special = _flag(args, "add_special_tokens", "messages" not in args)
+        if "messages" in args:
+            options = dict(args.get("chat_template_kwargs") or {})
+            for name in ("add_generation_prompt", "continue_final_message", "tools"):
+                if args.get(name) is not None:
+                    options[name] = args[name]
+            ids = self._chat(args["messages"], options, special, limits, None).tolist()
+        elif isinstance(args.get("prompt"), str):
+            ids = self._encode(args["prompt"], special, limits, None, "prompt").tolist()
+        else:
+            raise RequestError("prompt must be a string, or messages an array", param="prompt")
+        strings = self._tokenizer.token_strs(ids) if _flag(args, "return_token_strs", False) else None
+        return {"count": len(ids), "max_model_len": limits.max_model_len, "tokens": ids, "token_strs": strings}
+
+    def _detokenize(self, args: dict[str, Any], limits: Welcome) -> dict[str, Any]:
+        tokens = args.get("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise RequestError("tokens must be an array of integers", param="tokens")
+        _check_vocabulary(tokens, limits.vocab_size, "tokens")
+        return {"prompt": self._tokenizer.decode(tokens)}
+
+
+def _flag(args: dict[str, Any], name: str, default: bool) -> bool:
+    value = args.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be a boolean, not {value!r}", param=name)
+    return value
+
+
+def _check_vocabulary(ids: Sequence[int] | Int32, vocab_size: int, param: str) -> None:
+    array = np.asarray(ids)
+    wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(wrong):
+        raise RequestError(
+            f"{param} contains token id {int(array[wrong[0]])}, outside the model's vocabulary of {vocab_size}",
+            code="invalid_token_id",
+            param=param,
+        )
+
+
+def _too_long(tokens: int, wanted: int | None, limit: int, param: str, bound: str = "") -> RequestError:
+    """OpenAI's wording. Without a wish for max_tokens at least one token must have room."""
+    said = f"This model's maximum context length is {limit} tokens. However, "
+    if wanted is not None:
+        said += (
+            f"you requested {bound}{tokens + wanted} tokens ({bound}{tokens} in the {param}, "
+            f"{wanted} in the completion). Please reduce the length of the {param} or completion."
+        )
+    else:
+        said += (
+            f"your {param} resulted in {bound}{tokens} tokens, which leaves no room for a completion. "
+            f"Please reduce the length of the {param}."
+        )
+    return RequestError(said, code="context_length_exceeded", param=param)

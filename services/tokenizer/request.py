@@ -1,0 +1,197 @@
+"""What the tokenizer knows of one request: its output in ids and in text, and how far the gateway has been told."""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.tokenizer.detokenizer import Pieces
+from services.tokenizer.stop import StopMatcher, StopStrings
+from shared.codec import Int32, int32, no_ids
+from shared.wire import Done, Finished, Text
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Text from character ``offset`` on, after which ``token_count`` output tokens are covered.
+
+    ids: those of the tokens covered by this text and not by the text before: [token_count - len(ids), token_count).
+    """
+
+    offset: int
+    text: str
+    token_count: int
+    ids: list[int]
+
+
+class OutputSequence:
+    """One answer of a request as it grows: ids come in, text goes out, and what was given out never changes.
+
+    A token is *covered* when all its text can be given out, so ids never run ahead of the text they stand for. Ids in
+    ``silent`` (EOS, stop token ids) have no text.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        *,
+        stops: StopStrings | None = None,
+        include_stop: bool = False,
+        silent: frozenset[int] = frozenset(),
+        skip_special: bool = True,
+    ) -> None:
+        self.ids: list[int] = []
+        self.finished: Finished | None = None
+        self.stop_string: str | None = None
+        self.resume_asked = float("-inf")
+        self._pieces, self._detokenizer = pieces, pieces.detokenizer()
+        self._matcher = StopMatcher(stops) if stops is not None else None
+        self._include_stop, self._silent, self._skip_special = include_stop, silent, skip_special
+        self._ends: list[int] = []  # characters of text that cover each token and all before it
+        self._sent: list[str] = []  # text given out,
+        self._sent_length = 0
+        self._unsent = ""  # and text not given out, some of which may have to wait
+        self._covered = 0  # tokens given out
+        self._over = False
+
+    @property
+    def over(self) -> bool:
+        """Whether the text is complete; further ids are ignored."""
+        return self._over
+
+    def push(self, ids: Iterable[int]) -> None:
+        """Takes the next output ids, up to the one that completes a stop string (then ``stop_string`` is set)."""
+        for id in ids:
+            if self._over:
+                return
+            self.ids.append(id)
+            if id not in self._silent:
+                self._grow(self._detokenizer.feed(self._pieces.get(id, self._skip_special)))
+            self._ends.append(self._length + self._detokenizer.pending)
+
+    def end(self, finished: Finished) -> None:
+        """No more ids come: an incomplete character and a partial stop string are given out after all."""
+        if not self._over:
+            self._unsent += self._detokenizer.finish()
+            self._over = True
+        self.finished = finished
+
+    def take(self) -> Chunk | None:
+        """What can be given out now and has not been; None when there is nothing new."""
+        ready = len(self._unsent)
+        if self._matcher is not None and not self._over:
+            ready -= self._matcher.held
+        text, self._unsent = self._unsent[:ready], self._unsent[ready:]
+        offset, before = self._sent_length, self._covered
+        self._sent_length += len(text)
+        if text:
+            self._sent.append(text)
+        if self._over:
+            self._covered = len(self.ids)
+        while self._covered < len(self.ids) and self._ends[self._covered] <= self._sent_length:
+            self._covered += 1
+        if not text and self._covered == before:
+            return None
+        return Chunk(offset, text, self._covered, self.ids[before : self._covered])
+
+    def since(self, offset: int) -> Chunk:
+        """Again everything given out from character ``offset`` on, with the ids that may be missing there."""
+        text = "".join(self._sent)
+        self._sent = [text]
+        offset = min(max(offset, 0), len(text))
+        first = min(bisect_left(self._ends, offset), self._covered)
+        return Chunk(offset, text[offset:], self._covered, self.ids[first : self._covered])
+
+    def offset_of_token(self, count: int) -> int:
+        """Characters that a receiver with the first ``count`` tokens has at least."""
+        return min(self._ends[min(count, len(self._ends)) - 1], self._sent_length) if count > 0 and self._ends else 0
+
+    @property
+    def _length(self) -> int:
+        return self._sent_length + len(self._unsent)
+
+    def _grow(self, text: str) -> None:
+        match = self._matcher.feed(text) if self._matcher is not None and text else None
+        if match is None:
+            self._unsent += text
+            return
+        cut = match.end if self._include_stop else match.start
+        self._unsent = (self._unsent + text)[: cut - self._sent_length]
+        self._ends = [min(end, cut) for end in self._ends]
+        self.stop_string, self._over = match.string, True
+
+
+class State(enum.Enum):
+    ENCODING = enum.auto()
+    SUBMITTED = enum.auto()
+    ACCEPTED = enum.auto()
+
+
+@dataclass(slots=True)
+class Request:
+    """gateway: the raw identity that gets the answer; None when it is gone. heard: when the scheduler last spoke."""
+
+    rid: int
+    request_id: str
+    gateway: bytes | None
+    return_ids: bool
+    heard: float
+    state: State = State.ENCODING
+    cancelled: bool = False
+    prompt_tokens: int = 0
+    prompt_ids: Int32 = field(default_factory=no_ids)
+    sequences: list[OutputSequence] = field(default_factory=list)
+    done: Done | None = None
+    done_at: float = 0.0
+    told_at: float = 0.0
+
+    @property
+    def all_finished(self) -> bool:
+        return all(sequence.finished is not None for sequence in self.sequences)
+
+
+class TextBatch:
+    """The columns of one TEXT message to a gateway."""
+
+    def __init__(self) -> None:
+        self._rids: list[int] = []
+        self._seqs: list[int] = []
+        self._chunks: list[Chunk] = []
+        self._id_counts: list[int] = []
+        self._ids: list[int] = []
+        self._finished: list[Finished] = []
+        self._done: list[Done] = []
+
+    def add(self, request: Request, seq: int, chunk: Chunk | None) -> None:
+        if chunk is None:
+            return
+        self._rids.append(request.rid)
+        self._seqs.append(seq)
+        self._chunks.append(chunk)
+        self._id_counts.append(len(chunk.ids) if request.return_ids else 0)
+        if request.return_ids:
+            self._ids += chunk.ids
+
+    def finish(self, finished: Finished) -> None:
+        self._finished.append(finished)
+
+    def end(self, done: Done) -> None:
+        self._done.append(done)
+
+    def message(self) -> Text | None:
+        """None when there is nothing to tell."""
+        if not (self._rids or self._finished or self._done):
+            return None
+        return Text(
+            rids=self._rids,
+            seqs=self._seqs,
+            offsets=[chunk.offset for chunk in self._chunks],
+            texts=[chunk.text for chunk in self._chunks],
+            token_counts=[chunk.token_count for chunk in self._chunks],
+            id_counts=self._id_counts,
+            ids=int32(self._ids),
+            finished=self._finished,
+            done=self._done,
+        )

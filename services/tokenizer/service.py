@@ -1,0 +1,344 @@
+"""The tokenizer's sockets: a ROUTER for gateways and a link to the scheduler, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from services.tokenizer.config import TokenizerConfig
+from services.tokenizer.encoder import Encoder
+from services.tokenizer.streams import Streams
+from services.tokenizer.tokenizer import Tokenizer
+from shared.errors import ConfigError, RequestError, WireError
+from shared.ids import Identity, new_epoch
+from shared.link import Link
+from shared.metrics import Registry
+from shared.peers import HEARTBEAT_INTERVAL, Peer, Peers
+from shared.transport import LAST_WORD_MS, Endpoint, Security, bind_router, own_address_towards, start_zap
+from shared.wire import (
+    PROTOCOL_VERSION,
+    Accept,
+    Ack,
+    Cancel,
+    Fault,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    HelloRequired,
+    Message,
+    Query,
+    Reject,
+    Reply,
+    Resume,
+    SubmitText,
+    Tokens,
+    Welcome,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """One tokenizer process. ``run`` serves until ``drain`` or ``stop`` is called, and returns the exit code.
+
+    Made in the event loop it runs on. Raises ConfigError for addresses that cannot be used.
+    """
+
+    def __init__(self, config: TokenizerConfig, tokenizer: Tokenizer, security: Security) -> None:
+        self._config, self._security = config, security
+        self._epoch = new_epoch()
+        self._identity = Identity.fresh("tokenizer", config.index)
+        self._context = zmq.asyncio.Context()
+        self._metrics = Registry()
+        self._malformed = self._metrics.counter("quire:malformed_messages", "Messages that could not be read.")
+        self._dropped = self._metrics.counter("quire:dropped_messages", "Messages whose receiver was gone or full.")
+        self._told: dict[str, Any] = {}
+        self._link_malformed = 0
+        self._handled = 0
+        self._limits: Welcome | None = None
+        self._peers = Peers()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
+        self._draining = False
+        self._exit_code = 0
+        self._encoder = Encoder(tokenizer, config.encode_threads)
+        self._streams = Streams(
+            tokenizer.pieces,
+            self._encoder,
+            self._metrics,
+            to_scheduler=self._to_scheduler,
+            to_gateway=self._to_gateway,
+        )
+        endpoint = Endpoint(config.connect)
+        # The authenticator's thread works on plain sockets of the same context.
+        self._zap = start_zap(zmq.Context(self._context), security) if endpoint.is_tcp else None
+        wanted = config.bind or _free_address(endpoint, self._identity)
+        self._router, self.bound = bind_router(self._context, wanted, security)
+        self.address = _advertised(config.advertise, self.bound, endpoint)
+        self._link = Link(
+            self._context,
+            self._identity.encode(),
+            endpoint.clients,
+            security,
+            name="the scheduler",
+            hello=self._hello,
+            heartbeat=self._heartbeat,
+            on_message=self._from_scheduler,
+            on_welcome=self._on_welcome,
+            on_lost=self._on_lost,
+        )
+        self._handlers: dict[type[Message], Callable[[Peer, Any], None]] = {
+            SubmitText: self._submit,
+            Cancel: lambda peer, m: self._streams.cancel(m.rid, m.reason),
+            Resume: lambda peer, m: self._streams.resume(peer.raw, m),
+            Ack: lambda peer, m: self._streams.acknowledge(m.rids),
+            Query: self._query,
+            Heartbeat: lambda peer, m: self._peers.beat(peer, m),
+            Goodbye: lambda peer, m: self._lose(peer, "it said goodbye"),
+        }
+
+    async def run(self) -> int:
+        log.info("%s listens for gateways on %s, as %s", self._identity, self.bound, self.address)
+        self._link.start()
+        tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            done, _ = await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a broken loop is a bug: it ends the process with its traceback
+        finally:
+            for task in [*tasks, ended, *self._tasks]:
+                task.cancel()
+            await asyncio.gather(*tasks, ended, *self._tasks, return_exceptions=True)
+            self._encoder.close()
+            await self._link.close("shutting down")
+            self._router.close(linger=LAST_WORD_MS)
+            if self._zap is not None:
+                self._zap.stop()
+            self._context.term()
+            _remove_socket_file(self.bound)
+        return self._exit_code
+
+    # ---- ending ----
+
+    def drain(self) -> None:
+        """Takes no new requests and ends when the open ones are over."""
+        self._draining = True
+        log.info("draining %d open requests", self._streams.open_requests)
+        self._end_if_drained()
+
+    def stop(self, why: str, exit_code: int = 0) -> None:
+        """Ends open requests with the error ``why`` and then the process."""
+        if not self._ended.is_set():
+            self._streams.fail_all(why)
+            self._exit_code = exit_code
+            self._ended.set()
+
+    def _end_if_drained(self) -> None:
+        if self._draining and self._streams.open_requests == 0:
+            self._ended.set()
+
+    # ---- the scheduler ----
+
+    def _hello(self) -> Hello:
+        return Hello(PROTOCOL_VERSION, "tokenizer", self._config.index, self._epoch, self.address, pid=os.getpid())
+
+    def _heartbeat(self, lag: float) -> Heartbeat:
+        self._malformed.inc(self._link.malformed - self._link_malformed)
+        self._link_malformed = self._link.malformed
+        page = self._metrics.snapshot()
+        metrics, self._told = (page if page != self._told else {}), page
+        return Heartbeat(self._epoch, self._handled, lag, metrics)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        previous, self._limits = self._limits, welcome
+        self._told = {}  # this scheduler may never have seen the metrics
+        if previous is not None and previous.epoch != welcome.epoch:
+            self._streams.fail_all("the scheduler was restarted")
+        elif previous is not None:
+            self._streams.welcomed_again()
+        for peer in self._peers:
+            self._welcome(peer)
+
+    def _on_lost(self, why: str) -> None:
+        log.error("%s", why)
+        self._limits = None
+        self._streams.fail_all(why)
+
+    def _from_scheduler(self, message: Message) -> None:
+        self._handled += 1
+        try:
+            if isinstance(message, Tokens):
+                self._streams.tokens(message)
+            elif isinstance(message, Accept):
+                self._streams.accept(message)
+            elif isinstance(message, Reject):
+                self._streams.reject(message)
+            else:
+                raise WireError(f"a tokenizer takes no {type(message).__name__} from the scheduler")
+        except WireError as error:
+            self._malformed.inc()
+            log.warning("from the scheduler: %s", error)
+            self._link.send(Fault(str(error)))
+        self._end_if_drained()
+
+    def _to_scheduler(self, message: Message) -> bool:
+        sent = self._link.send(message)
+        if not sent:
+            self._dropped.inc()
+        return sent
+
+    # ---- gateways ----
+
+    async def _receive(self) -> None:
+        while True:
+            raw, *frames = await self._router.recv_multipart()
+            try:
+                self._from_gateway(raw, frames)
+            except WireError as error:
+                self._malformed.inc()
+                log.warning("malformed message from %r: %s", raw[:64], error)
+                self._to_gateway(raw, Fault(str(error)))
+            except Exception:  # one message must not end the service of all others
+                log.exception("while handling a message from %r", raw[:64])
+
+    def _from_gateway(self, raw: bytes, frames: list[bytes]) -> None:
+        message = decode(frames)
+        self._handled += 1
+        if isinstance(message, Hello):
+            self._meet(raw, message)
+            return
+        peer = self._peers.heard(raw)
+        if peer is None:
+            if not isinstance(message, Fault):
+                self._to_gateway(raw, HelloRequired(self._epoch))
+            return
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(peer, message)
+        elif isinstance(message, Fault):
+            log.warning("%s refused a message: %s", peer.identity, message.message)
+        else:
+            raise WireError(f"a tokenizer takes no {type(message).__name__} from a gateway")
+
+    def _meet(self, raw: bytes, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            raise WireError(f"protocol version {hello.protocol} is not {PROTOCOL_VERSION}")
+        if Identity.decode(raw).role != "gateway":
+            raise WireError(f"a tokenizer serves gateways, not {raw[:64]!r}")
+        self._welcome(self._peers.add(raw, hello))
+
+    def _welcome(self, peer: Peer) -> None:
+        """Only a process that can serve is welcomed to: before the scheduler's own WELCOME the gateway waits."""
+        if self._limits is None:
+            return
+        limits = self._limits
+        self._to_gateway(
+            peer.raw,
+            Welcome(
+                self._epoch,
+                peer.hello.client_number,
+                limits.block_size,
+                limits.num_blocks,
+                limits.max_model_len,
+                limits.vocab_size,
+                limits.eos_ids,
+                limits.model_digest,
+            ),
+        )
+
+    def _submit(self, peer: Peer, message: SubmitText) -> None:
+        if self._limits is None or self._draining:
+            why = "the server is shutting down" if self._draining else "the scheduler cannot be reached"
+            self._to_gateway(peer.raw, Reject(message.rid, 503, "unavailable", "", why, 1.0))
+            return
+        self._streams.submit(peer.raw, message, self._limits)
+
+    def _query(self, peer: Peer, query: Query) -> None:
+        task = asyncio.create_task(self._answer(peer.raw, query))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, raw: bytes, query: Query) -> None:
+        try:
+            if self._limits is None:
+                raise RequestError("the scheduler cannot be reached", status=503, code="unavailable")
+            if query.what == "tokenize":
+                body = await self._encoder.tokenize(query.args, self._limits)
+            elif query.what == "detokenize":
+                body = await self._encoder.detokenize(query.args, self._limits)
+            else:
+                raise RequestError(f"a tokenizer answers no query {query.what!r}", status=404, code="unknown_query")
+        except RequestError as error:
+            why = {"message": error.message, "code": error.code, "param": error.param}
+            self._to_gateway(raw, Reply(query.number, error.status, why))
+        except Exception as error:
+            log.exception("while answering a query %s", query.what)
+            why = {"message": f"{query.what} failed: {error}", "code": "internal_error", "param": None}
+            self._to_gateway(raw, Reply(query.number, 500, why))
+        else:
+            self._to_gateway(raw, Reply(query.number, 200, body))
+
+    def _to_gateway(self, raw: bytes, message: Message) -> None:
+        # The asyncio socket's own send: with DONTWAIT it is done at once, and it looks for what arrived meanwhile.
+        if self._router.send_multipart([raw, *encode(message)], zmq.DONTWAIT).exception() is not None:
+            self._dropped.inc()
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        log.info("%s is gone: %s", peer.identity, why)
+        self._peers.remove(peer.raw)
+        self._streams.lose_gateway(peer.raw)
+        self._end_if_drained()
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            lag = max(0.0, loop.time() - due)
+            for peer in self._peers.silent():
+                self._lose(peer, "it has been silent")
+            for peer in self._peers:
+                self._to_gateway(peer.raw, Heartbeat(self._epoch, self._handled, lag))
+            self._streams.tick()
+            self._end_if_drained()
+            due = loop.time() + HEARTBEAT_INTERVAL
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+
+def _free_address(endpoint: Endpoint, identity: Identity) -> str:
+    if endpoint.is_tcp:
+        return "tcp://*:0"
+    return f"{endpoint.base}/tokenizer-{identity.index}-{identity.incarnation}"
+
+
+def _remove_socket_file(address: str) -> None:
+    if address.startswith("ipc://"):
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def _advertised(advertise: str, bound: str, endpoint: Endpoint) -> str:
+    """Where gateways connect: ``advertise`` as host or host:port, else this host's address towards the scheduler."""
+    if not bound.startswith("tcp:"):
+        if advertise:
+            raise ConfigError(f"--advertise {advertise}: only a tcp address can be advertised, this one is {bound}")
+        return bound
+    host_and_port = advertise.removeprefix("tcp://")
+    port = bound.rpartition(":")[2]
+    if not host_and_port:
+        host = bound.removeprefix("tcp://").rpartition(":")[0]
+        if host not in ("0.0.0.0", "[::]", "*"):
+            return bound
+        return f"tcp://{own_address_towards(endpoint.clients)}:{port}"
+    _, separator, given = host_and_port.rpartition(":")
+    if separator and not given.endswith("]"):
+        return f"tcp://{host_and_port}"
+    return f"tcp://{host_and_port}:{port}"

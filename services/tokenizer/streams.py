@@ -1,0 +1,405 @@
+"""All requests of this tokenizer: from a gateway's words to the scheduler's tokens and back.
+
+Knows no socket. ``to_scheduler`` sends a message and tells whether it was queued; ``to_gateway`` sends to a raw
+identity and drops what cannot be delivered (the gateway then asks with RESUME).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from services.tokenizer.detokenizer import Pieces
+from services.tokenizer.encoder import Prompt
+from services.tokenizer.request import OutputSequence, Request, State, TextBatch
+from shared.errors import RequestError, WireError
+from shared.metrics import Registry
+from shared.wire import (
+    Accept,
+    Ack,
+    Cancel,
+    Done,
+    Finished,
+    Message,
+    Reject,
+    Resume,
+    Stop,
+    SubmitText,
+    SubmitTokens,
+    Tokens,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+CANCEL_MEMORY = 10.0  # seconds a CANCEL waits for its SUBMIT
+RESUME_INTERVAL = 1.0  # seconds between two RESUMEs of a sequence
+QUIET_LIMIT = 5.0  # seconds without a token after which the scheduler is asked whether one was lost
+ACK_INTERVAL = 2.0  # seconds after which an end without ACK is told again
+ACK_LIMIT = 60.0  # seconds after which it is forgotten
+
+
+class PromptEncoder(Protocol):
+    async def prompt(self, message: SubmitText, limits: Welcome) -> Prompt: ...
+
+
+class Streams:
+    def __init__(
+        self,
+        pieces: Pieces,
+        encoder: PromptEncoder,
+        metrics: Registry,
+        *,
+        to_scheduler: Callable[[Message], bool],
+        to_gateway: Callable[[bytes, Message], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pieces, self._encoder = pieces, encoder
+        self._to_scheduler, self._to_gateway, self._clock = to_scheduler, to_gateway, clock
+        self._requests: dict[int, Request] = {}
+        self._cancels: dict[int, float] = {}  # rids whose SUBMIT is to be ignored, and until when
+        self._encoding: set[asyncio.Task[None]] = set()
+        self._encoded = metrics.counter("quire:prompts_encoded", "Prompts turned into tokens.")
+        self._detokenized = metrics.counter("quire:tokens_detokenized", "Output tokens turned into text.")
+        self._open = metrics.gauge("quire:tokenizer_open_requests", "Requests in this tokenizer that are not over.")
+
+    @property
+    def open_requests(self) -> int:
+        return sum(request.done is None for request in self._requests.values())
+
+    # ---- from a gateway --------------------------------------------------------------------------------------------
+
+    def submit(self, gateway: bytes, message: SubmitText, limits: Welcome) -> None:
+        """Starts a request, or attaches the gateway again to one that is known."""
+        known = self._requests.get(message.rid)
+        if known is not None:
+            self._attach(known, gateway, message.generated_counts)
+            return
+        if self._cancels.get(message.rid, 0.0) > self._clock():
+            return
+        request = Request(message.rid, message.request_id, gateway, message.return_token_ids, self._clock())
+        self._requests[message.rid] = request
+        task = asyncio.get_running_loop().create_task(self._encode(request, message, limits))
+        self._encoding.add(task)
+        task.add_done_callback(self._encoding.discard)
+
+    async def _encode(self, request: Request, message: SubmitText, limits: Welcome) -> None:
+        try:
+            prompt = await self._encoder.prompt(message, limits)
+            sequences = self._sequences(message, prompt, limits)
+        except RequestError as error:
+            self._refuse(request, error)
+            return
+        except Exception as error:  # this request's own fault or ours, but no other's
+            log.exception("%s: while encoding", request.request_id)
+            self._refuse(request, RequestError(f"encoding failed: {error}", status=500, code="internal_error"))
+            return
+        if request.cancelled or self._requests.get(request.rid) is not request:
+            self._forget(request)
+            return
+        self._encoded.inc()
+        request.state, request.heard = State.SUBMITTED, self._clock()
+        request.sequences, request.prompt_tokens = sequences, len(prompt.ids)
+        if request.return_ids:
+            request.prompt_ids = prompt.ids
+        sampling = message.sampling
+        if sampling.max_tokens is None:
+            sampling = replace(sampling, max_tokens=prompt.max_tokens)
+        queued = self._to_scheduler(
+            SubmitTokens(
+                rid=message.rid,
+                request_id=message.request_id,
+                sampling=sampling,
+                prompt_ids=prompt.ids,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+                tenant=message.tenant,
+                arrival=message.arrival,
+                generated=message.generated,
+                generated_counts=message.generated_counts,
+            )
+        )
+        if not queued:
+            self._refuse(request, RequestError("the scheduler cannot be reached", status=503, code="unavailable"))
+
+    def _sequences(self, message: SubmitText, prompt: Prompt, limits: Welcome) -> list[OutputSequence]:
+        """Fresh sequences, or those of a request that was under way elsewhere, at the text its tokens stand for."""
+        silent = frozenset(message.sampling.stop_token_ids)
+        if not message.sampling.ignore_eos:
+            silent |= frozenset(limits.eos_ids)
+        sequences = [
+            OutputSequence(
+                self._pieces,
+                stops=prompt.stops,
+                include_stop=message.include_stop_str_in_output,
+                silent=silent,
+                skip_special=message.skip_special_tokens,
+            )
+            for _ in range(message.sampling.n)
+        ]
+        counts, ids = message.generated_counts, message.generated.tolist()
+        if sum(counts) != len(ids) or len(counts) > len(sequences) or any(count < 0 for count in counts):
+            raise RequestError("generated_counts do not fit the generated ids", param="generated")
+        start = 0
+        for sequence, count in zip(sequences, counts, strict=False):
+            sequence.push(ids[start : start + count])
+            sequence.take()
+            start += count
+        return sequences
+
+    def _attach(self, request: Request, gateway: bytes, counts: list[int]) -> None:
+        request.gateway = gateway
+        if request.state is not State.ACCEPTED:
+            return
+        self._to_gateway(gateway, Accept(request.rid, request.prompt_tokens, request.prompt_ids))
+        batch = TextBatch()
+        for seq, sequence in enumerate(request.sequences):
+            have = counts[seq] if seq < len(counts) else 0
+            batch.add(request, seq, sequence.since(sequence.offset_of_token(have)))
+        self._tell_ends(request, batch)
+        self._send(gateway, batch)
+
+    def cancel(self, rid: int, reason: str = "") -> None:
+        request = self._requests.get(rid)
+        if request is None:
+            self._cancels[rid] = self._clock() + CANCEL_MEMORY
+        elif not request.cancelled and request.done is None:
+            request.cancelled, request.heard = True, self._clock()
+            if request.state is State.ENCODING:
+                # Its SUBMIT must not be forwarded, nor one that comes late on the same rid.
+                self._cancels[rid] = self._clock() + CANCEL_MEMORY
+                self._forget(request)
+            else:
+                self._to_scheduler(Cancel(rid, reason))
+
+    def resume(self, gateway: bytes, message: Resume) -> None:
+        """Tells one sequence again from a character offset, and every end."""
+        request = self._requests.get(message.rid)
+        if request is None or request.state is not State.ACCEPTED or not 0 <= message.seq < len(request.sequences):
+            return
+        batch = TextBatch()
+        batch.add(request, message.seq, request.sequences[message.seq].since(message.offset))
+        self._tell_ends(request, batch)
+        self._send(gateway, batch)
+
+    def acknowledge(self, rids: Iterable[int]) -> None:
+        over = [rid for rid in rids if rid in self._requests and self._requests[rid].done is not None]
+        for rid in over:
+            self._forget(self._requests[rid])
+        if over:
+            self._to_scheduler(Ack(over))
+
+    def lose_gateway(self, gateway: bytes) -> None:
+        """Cancels everything that this gateway asked for: nobody is left to read it."""
+        for request in list(self._requests.values()):
+            if request.gateway == gateway:
+                request.gateway = None
+                if request.done is not None:
+                    self.acknowledge([request.rid])
+                else:
+                    self.cancel(request.rid, "the gateway is gone")
+
+    # ---- from the scheduler ----------------------------------------------------------------------------------------
+
+    def accept(self, message: Accept) -> None:
+        request = self._requests.get(message.rid)
+        if request is None or request.state is State.ENCODING:
+            return
+        request.heard = self._clock()
+        if request.state is State.SUBMITTED:
+            request.state, request.prompt_tokens = State.ACCEPTED, message.prompt_tokens
+            if request.gateway is not None:
+                self._to_gateway(request.gateway, Accept(request.rid, message.prompt_tokens, request.prompt_ids))
+
+    def reject(self, message: Reject) -> None:
+        request = self._requests.get(message.rid)
+        if request is None or request.state is not State.SUBMITTED:
+            return
+        self._forget(request)
+        if request.gateway is not None:
+            self._to_gateway(request.gateway, message)
+
+    def tokens(self, message: Tokens) -> None:
+        """Turns one step's ids into text: one TEXT to each gateway it concerns. Raises WireError for bad columns."""
+        if not len(message.rids) == len(message.seqs) == len(message.offsets) == len(message.counts):
+            raise WireError("Tokens: columns of different length")
+        if sum(message.counts) != len(message.ids) or any(count < 0 for count in message.counts):
+            raise WireError(f"Tokens: counts do not cut {len(message.ids)} ids")
+        now, ids, start = self._clock(), message.ids.tolist(), 0
+        batches: dict[bytes | None, TextBatch] = {}
+        for rid, seq, offset, count in zip(message.rids, message.seqs, message.offsets, message.counts, strict=True):
+            end = start + count
+            found = self._find(rid, seq)
+            if found is not None:
+                request, sequence = found
+                request.heard = now
+                self._grow(request, seq, sequence, offset, ids[start:end], _batch(batches, request))
+            start = end
+        for finished in message.finished:
+            found = self._find(finished.rid, finished.seq)
+            if found is not None and found[1].finished is None:
+                request, sequence = found
+                if finished.tokens > len(sequence.ids):
+                    self._ask(request, finished.seq, sequence)
+                else:
+                    sequence.end(finished)
+                    batch = _batch(batches, request)
+                    batch.add(request, finished.seq, sequence.take())
+                    batch.finish(finished)
+        for done in message.done:
+            self._end(done, batches)
+        for gateway, batch in batches.items():
+            if gateway is not None:
+                self._send(gateway, batch)
+
+    def _grow(
+        self, request: Request, seq: int, sequence: OutputSequence, offset: int, ids: list[int], batch: TextBatch
+    ) -> None:
+        have = len(sequence.ids)
+        if sequence.over or offset + len(ids) <= have:
+            return
+        if offset > have:
+            self._ask(request, seq, sequence)
+            return
+        sequence.push(ids[have - offset :])
+        self._detokenized.inc(len(sequence.ids) - have)
+        batch.add(request, seq, sequence.take())
+        if sequence.stop_string is not None:
+            keep = len(sequence.ids)
+            sequence.end(Finished(request.rid, seq, keep, "stop", sequence.stop_string))
+            batch.finish(Finished(request.rid, seq, keep, "stop", sequence.stop_string))
+            self._to_scheduler(Stop(request.rid, seq, keep))
+
+    def _end(self, done: Done, batches: dict[bytes | None, TextBatch]) -> None:
+        request = self._requests.get(done.rid)
+        if request is None:
+            self._to_scheduler(Ack([done.rid]))  # over and forgotten here: its first ACK was lost
+            return
+        if request.done is not None:
+            return
+        if not request.all_finished:
+            for seq, sequence in enumerate(request.sequences):
+                if sequence.finished is None:
+                    self._ask(request, seq, sequence)
+            return
+        request.done = done
+        request.done_at = request.told_at = self._clock()
+        if request.gateway is None:
+            self.acknowledge([request.rid])
+        else:
+            _batch(batches, request).end(done)
+
+    def _find(self, rid: int, seq: int) -> tuple[Request, OutputSequence] | None:
+        request = self._requests.get(rid)
+        if request is None or not 0 <= seq < len(request.sequences):
+            return None
+        return request, request.sequences[seq]
+
+    def _ask(self, request: Request, seq: int, sequence: OutputSequence) -> None:
+        """RESUME, but not again for every step that comes before the answer."""
+        now = self._clock()
+        if now - sequence.resume_asked >= RESUME_INTERVAL:
+            sequence.resume_asked = now
+            self._to_scheduler(Resume(request.rid, seq, len(sequence.ids)))
+
+    def welcomed_again(self) -> None:
+        """The same scheduler has taken this process in anew: something may have been lost in between."""
+        for request in self._requests.values():
+            if request.state is State.ACCEPTED and request.done is None:
+                self._poke(request)
+
+    def fail_all(self, why: str, *, status: int = 503, code: str = "unavailable") -> None:
+        """Ends every open request with an error; the scheduler is told to drop them, if it still can hear."""
+        for request in list(self._requests.values()):
+            if request.done is not None:
+                continue
+            if request.state is not State.ENCODING:
+                self._to_scheduler(Cancel(request.rid, why))
+            if request.state is not State.ACCEPTED or request.gateway is None:
+                self._refuse(request, RequestError(why, status=status, code=code, retry_after=1.0))
+                continue
+            batch = TextBatch()
+            for seq, sequence in enumerate(request.sequences):
+                if sequence.finished is None:
+                    sequence.end(Finished(request.rid, seq, len(sequence.ids), "error", "", why))
+                    batch.add(request, seq, sequence.take())
+                    batch.finish(Finished(request.rid, seq, len(sequence.ids), "error", "", why))
+            completion = sum(len(sequence.ids) for sequence in request.sequences)
+            request.done = Done(request.rid, request.prompt_tokens, 0, completion)
+            request.done_at = request.told_at = self._clock()
+            batch.end(request.done)
+            self._send(request.gateway, batch)
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Once a second: asks again where a last message may have been lost, and forgets what nobody asks for."""
+        now = self._clock()
+        self._cancels = {rid: until for rid, until in self._cancels.items() if until > now}
+        for request in list(self._requests.values()):
+            if request.done is not None:
+                self._tell_again(request, now)
+            elif request.state is State.ENCODING or now - request.heard < QUIET_LIMIT:
+                continue
+            elif request.state is State.ACCEPTED:
+                request.heard = now
+                self._poke(request)
+            elif request.cancelled:  # cancelled before ACCEPT, and the scheduler has nothing to say about it
+                self._forget(request)
+        self._open.set(self.open_requests)
+
+    def _tell_again(self, request: Request, now: float) -> None:
+        if request.gateway is None or now - request.done_at >= ACK_LIMIT:
+            self.acknowledge([request.rid])
+        elif now - request.told_at >= ACK_INTERVAL:
+            request.told_at = now
+            batch = TextBatch()
+            self._tell_ends(request, batch)
+            self._send(request.gateway, batch)
+
+    def _poke(self, request: Request) -> None:
+        if request.cancelled:
+            self._to_scheduler(Cancel(request.rid, "cancelled"))
+        for seq, sequence in enumerate(request.sequences):
+            if sequence.stop_string is not None:
+                self._to_scheduler(Stop(request.rid, seq, len(sequence.ids)))
+            self._to_scheduler(Resume(request.rid, seq, len(sequence.ids)))
+
+    # ---- ends ------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, request: Request, error: RequestError) -> None:
+        """The REJECT of a request that has not been accepted."""
+        if self._requests.get(request.rid) is not request:
+            return
+        self._forget(request)
+        if request.gateway is not None:
+            self._to_gateway(
+                request.gateway,
+                Reject(
+                    request.rid, error.status, error.code or "", error.param or "", error.message, error.retry_after
+                ),
+            )
+
+    def _tell_ends(self, request: Request, batch: TextBatch) -> None:
+        for sequence in request.sequences:
+            if sequence.finished is not None:
+                batch.finish(sequence.finished)
+        if request.done is not None:
+            batch.end(request.done)
+
+    def _forget(self, request: Request) -> None:
+        if self._requests.get(request.rid) is request:
+            del self._requests[request.rid]
+
+    def _send(self, gateway: bytes, batch: TextBatch) -> None:
+        message = batch.message()
+        if message is not None:
+            self._to_gateway(gateway, message)
+
+
+def _batch(batches: dict[bytes | None, TextBatch], request: Request) -> TextBatch:
+    return batches.setdefault(request.gateway, TextBatch())
