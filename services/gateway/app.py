@@ -1,0 +1,143 @@
+"""The HTTP API: routes and what they pass through."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.body import read_json
+from services.gateway.chat import Chat
+from services.gateway.completions import Completions
+from services.gateway.config import GatewayConfig
+from services.gateway.engine import Engine
+from services.gateway.errors import JSON
+from services.gateway.generation import Generation
+from services.gateway.middleware import ApiKeys, Errors, RequestContext
+from services.gateway.models import Models
+from services.gateway.schemas import DetokenizeRequest, TokenizeRequest, validate
+from shared.errors import RequestError
+from shared.metrics import render
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+METRICS_TIMEOUT = 1.0  # seconds the scheduler may take to give the other processes' numbers
+
+
+def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
+    models = Models(config.served_model_name or [config.model or DEFAULT_MODEL])
+    endpoints = Endpoints(config, engine, models)
+    router = Router(
+        [
+            Route("/v1/chat/completions", Generation(Chat(), engine, models, config), methods=["POST"]),
+            Route("/v1/completions", Generation(Completions(), engine, models, config), methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{name:path}", endpoints.model),
+            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+            Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+            Route("/health", endpoints.health),
+            Route("/ping", endpoints.health),
+            Route("/ready", endpoints.ready),
+            Route("/version", endpoints.version),
+            Route("/metrics", endpoints.metrics),
+        ],
+        redirect_slashes=False,
+    )
+
+    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = router  # so that 404 and 405 are raised, and answered like every other error
+        await router(scope, receive, send)
+
+    app: ASGIApp = Errors(ApiKeys(routed, config.api_key))
+    app = RequestContext(app, engine.metrics, config.access_log)
+    return CORSMiddleware(
+        app,
+        allow_origins=config.allowed_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
+
+
+class Endpoints:
+    """Everything beside the completions."""
+
+    def __init__(self, config: GatewayConfig, engine: Engine, models: Models) -> None:
+        self._config, self._engine, self._models = config, engine, models
+
+    async def models(self, request: Request) -> Response:
+        limit = self._engine.max_model_len
+        return JSON({"object": "list", "data": [self._models.card(name, limit) for name in self._models.names]})
+
+    async def model(self, request: Request) -> Response:
+        name = self._models.resolve(request.path_params["name"])
+        return JSON(self._models.card(name, self._engine.max_model_len))
+
+    async def tokenize(self, request: Request) -> Response:
+        limits = self._engine.limits
+        body = await read_json(request, self._config.max_body_bytes, limits.max_model_len)
+        self._models.resolve(body.pop("model", None))
+        asked = validate(TokenizeRequest, body, limits)
+        asked.check()
+        args = asked.model_dump(exclude_none=True, exclude={"messages"})
+        if asked.messages is not None:
+            args["messages"] = [message.plain() for message in asked.messages]
+        reply = await self._ask("tokenize", args)
+        tokens = reply["tokens"]
+        return JSON(
+            {
+                "count": len(tokens),
+                "max_model_len": limits.max_model_len,
+                "tokens": tokens,
+                "token_strs": reply.get("token_strs"),
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        limits = self._engine.limits
+        body = await read_json(request, self._config.max_body_bytes, limits.max_model_len)
+        self._models.resolve(body.pop("model", None))
+        asked = validate(DetokenizeRequest, body, limits)
+        return JSON({"prompt": (await self._ask("detokenize", {"tokens": asked.tokens}))["prompt"]})
+
+    async def health(self, request: Request) -> Response:
+        """Whether the server lives: 200 from the first moment on, 503 once its scheduler is lost."""
+        return _state(self._engine.unhealthy)
+
+    async def ready(self, request: Request) -> Response:
+        """Whether a request sent now would be served."""
+        return _state(self._engine.unready)
+
+    async def version(self, request: Request) -> Response:
+        return JSON({"version": version("quire-serving")})
+
+    async def metrics(self, request: Request) -> Response:
+        """All processes' numbers, this one's being fresh; this one's alone when the scheduler does not answer."""
+        others: list[Any] = []
+        try:
+            others = await self._engine.ask_scheduler("metrics", METRICS_TIMEOUT)
+        except RequestError as error:
+            log.warning("metrics of the other processes are missing: %s", error.message)
+        labels = {"model_name": self._models.names[0], "engine": "0"}
+        page = render([self._engine.metrics.registry.snapshot(), *others], labels)
+        return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _ask(self, what: str, args: dict[str, Any]) -> dict[str, Any]:
+        reply = await self._engine.ask_tokenizer(what, args, self._config.accept_timeout)
+        if not isinstance(reply, dict):
+            raise RequestError(f"the tokenizer's answer to {what} is no map", status=500, code="internal_error")
+        return reply
+
+
+def _state(problem: str) -> Response:
+    if problem:
+        return JSON({"status": "unavailable", "reason": problem}, status_code=503, headers={"Retry-After": "1"})
+    return JSON({"status": "ok"})

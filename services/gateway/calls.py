@@ -1,0 +1,183 @@
+"""Requests under way: what each sequence has produced and its client has not taken yet.
+
+A ``Call`` is one HTTP request; it holds one ``Request`` (rid) per prompt, and each of those an ``Output`` per sequence.
+The engine feeds them as messages arrive; the HTTP side waits on the call and takes what is there. What a slow client
+has not taken is merged, so memory is bounded by the output itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.codec import Int32
+from shared.errors import RequestError
+from shared.wire import Done, Finished, Message, SubmitText
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one sequence produced since the last take. finished is set with its last piece."""
+
+    text: str
+    ids: list[int]
+    finished: Finished | None
+
+
+class Output:
+    """One sequence's output: how much of it arrived, and the part that was not taken yet."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+        self.tokens = 0
+        self.finished: Finished | None = None
+        self.gap = False
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._end_taken = False
+
+    def feed(self, offset: int, text: str, tokens: int, ids: Int32) -> bool:
+        """Takes in text that starts at character ``offset``; what is known already is dropped.
+
+        tokens: output tokens covered once this text is there; ids: the last of them, if the client wants ids.
+        Returns False when characters before ``offset`` are missing; nothing is taken in then.
+        """
+        self.gap = offset > self.chars
+        if self.gap or self.finished is not None:
+            return not self.gap
+        if fresh := text[self.chars - offset :]:
+            self._texts.append(fresh)
+            self.chars += len(fresh)
+        if tokens > self.tokens:
+            if len(ids):
+                self._ids.extend(ids[-(tokens - self.tokens) :].tolist())
+            self.tokens = tokens
+        return True
+
+    def finish(self, finished: Finished) -> None:
+        if self.finished is None:
+            self.finished = finished
+
+    def take(self) -> Delta | None:
+        """Everything new since the last take, merged; None when there is nothing."""
+        ending = self.finished is not None and not self._end_taken
+        if not (self._texts or self._ids or ending):
+            return None
+        delta = Delta("".join(self._texts), self._ids, self.finished if ending else None)
+        self._texts, self._ids, self._end_taken = [], [], self._end_taken or ending
+        return delta
+
+
+class Channel(Protocol):
+    """Where a request was submitted; everything about it travels there."""
+
+    name: str
+    requests: dict[int, Request]
+
+    def send(self, message: Message) -> bool: ...
+
+
+class Request:
+    """One prompt: its submission, where it went, and how far it is."""
+
+    def __init__(self, submit: SubmitText, changed: asyncio.Event) -> None:
+        self.submit = submit
+        self.rid = submit.rid
+        self.outputs = [Output() for _ in range(submit.sampling.n)]
+        self.channel: Channel | None = None
+        self.accepted = False
+        self.ended = False  # nothing of it is left beyond this process, so it needs no CANCEL
+        self.prompt_tokens = 0
+        self.prompt_ids: list[int] = []
+        self.done: Done | None = None
+        self.error: RequestError | None = None
+        self.arrived = time.monotonic()
+        self.heard = self.arrived
+        self.first_token: float | None = None
+        self.last_token = self.arrived
+        self._changed = changed
+
+    @property
+    def over(self) -> bool:
+        return self.done is not None or self.error is not None
+
+    def accept(self, prompt_tokens: int, prompt_ids: Int32) -> None:
+        self.accepted = True
+        self.prompt_tokens, self.prompt_ids = prompt_tokens, prompt_ids.tolist()
+        self._changed.set()
+
+    def fail(self, error: RequestError, *, ended: bool = False) -> None:
+        self.ended = self.ended or ended
+        if not self.over:
+            self.error = error
+        self._changed.set()
+
+    def finish(self, done: Done) -> None:
+        self.ended = True
+        if not self.over:
+            self.done = done
+        self._changed.set()
+
+    def progress(self) -> None:
+        self._changed.set()
+
+
+class Call:
+    """The requests of one HTTP request, in the order of its prompts."""
+
+    def __init__(self, submits: Sequence[SubmitText]) -> None:
+        self._changed = asyncio.Event()
+        self.requests = [Request(submit, self._changed) for submit in submits]
+        self.gone = False
+
+    @property
+    def error(self) -> RequestError | None:
+        return next((request.error for request in self.requests if request.error is not None), None)
+
+    @property
+    def over(self) -> bool:
+        return all(request.over for request in self.requests)
+
+    def leave(self) -> None:
+        """The client is gone: whoever waits on this call gets ClientGone."""
+        self.gone = True
+        self._changed.set()
+
+    async def changed(self) -> None:
+        """Waits for news about any of the requests. Raises ClientGone."""
+        if not self.gone:
+            await self._changed.wait()
+            self._changed.clear()
+        if self.gone:
+            raise ClientGone
+
+    async def accepted(self, timeout: float) -> None:
+        """Waits until every request is accepted. Raises the error of the first that is not, 503 after ``timeout``."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not all(request.accepted for request in self.requests):
+                    if self.error is not None:
+                        break
+                    await self.changed()
+        except TimeoutError:
+            waiting = next(request for request in self.requests if not request.accepted)
+            where = "a free tokenizer" if waiting.channel is None else f"{waiting.channel.name} and the scheduler"
+            raise RequestError(
+                f"not accepted within {timeout:g} s; waited for {where}", status=503, code="timeout", retry_after=1
+            ) from None
+        if self.error is not None:
+            raise self.error
+
+    async def finished(self) -> None:
+        """Waits for the end of every request. Raises the first error."""
+        while not self.over and self.error is None:
+            await self.changed()
+        if self.error is not None:
+            raise self.error

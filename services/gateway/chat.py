@@ -1,0 +1,38 @@
+"""Shapes of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.calls import Delta, Request
+from services.gateway.generation import Shape, finish_of
+from services.gateway.schemas import ChatRequest, Limits
+from shared.wire import SubmitText
+
+
+class Chat(Shape[ChatRequest]):
+    request_model = ChatRequest
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def submits(self, asked: ChatRequest, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
+        submit = self.common(asked, limits, request_id, tenant, "chat", add_special_tokens=False)
+        messages = [message.plain() for message in asked.messages]
+        return [submit(messages=messages, template_kwargs=asked.chat_template_kwargs or {})]
+
+    def envelope(self, asked: ChatRequest, requests: list[Request]) -> dict[str, Any]:
+        return {"prompt_token_ids": requests[0].prompt_ids} if asked.return_token_ids else {}
+
+    def opening(self, asked: ChatRequest, request: Request) -> dict[str, Any] | None:
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def piece(self, asked: ChatRequest, delta: Delta) -> dict[str, Any]:
+        content = {"content": delta.text} if delta.text or delta.finished is None else {}
+        ids = {"token_ids": delta.ids} if asked.return_token_ids else {}
+        return {"delta": content, "logprobs": None, **finish_of(asked, delta), **ids}
+
+    def whole(self, asked: ChatRequest, request: Request, delta: Delta) -> dict[str, Any]:
+        ids = {"token_ids": delta.ids} if asked.return_token_ids else {}
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"message": message, "logprobs": None, **finish_of(asked, delta), **ids}

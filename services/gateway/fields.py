@@ -1,0 +1,96 @@
+"""Request fields of OpenAI's and vLLM's APIs that have no effect here.
+
+Some never have one and are taken as they are; the others stand for features this server does not have, and are taken
+only at the value that asks for nothing. So no client is told that a wish was granted when it was not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.errors import RequestError
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+# Values that ask for nothing, by field; null always does.
+ONLY_AT: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "prediction": (),
+    "presence_penalty": (0, 0.0),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+def drop_without_effect(body: dict[str, Any]) -> dict[str, Any]:
+    """``body`` without the fields of both tables. Raises RequestError for one that asks for something."""
+    kept = {}
+    for name, value in body.items():
+        if name in WITHOUT_EFFECT:
+            continue
+        if name not in ONLY_AT:
+            kept[name] = value
+        elif value is not None and not any(type(value) is type(one) and value == one for one in ONLY_AT[name]):
+            allowed = " or ".join(repr(one) for one in (*ONLY_AT[name], None)).replace("None", "null")
+            raise RequestError(
+                f"{name}: {shown(value)} is not supported; leave it out or give {allowed}",
+                code="unsupported_value",
+                param=name,
+            )
+    return kept
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """``value`` for an error message: short, whatever it is."""
+    if isinstance(value, str):
+        text = repr(value[: limit + 1])
+    elif isinstance(value, (list, dict)) and len(value) > 8:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    else:
+        text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,120 @@
+"""What every request passes through, as plain ASGI: request id, access log, errors, API keys."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.calls import ClientGone
+from services.gateway.errors import error_response
+from services.gateway.metrics import GatewayMetrics
+from shared.errors import RequestError
+
+log = logging.getLogger(__name__)
+access = logging.getLogger("quire.access")
+
+GONE = 499  # for log and metrics only: there is nobody to send it to
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestContext:
+    """Gives each request its id (the client's X-Request-Id if it is a sane one) and counts and logs the answer."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, access_log: bool) -> None:
+        self._app, self._metrics, self._access_log = app, metrics, access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begin = time.monotonic()
+        offered = Headers(scope=scope).get("x-request-id", "")
+        request_id = offered if _REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
+        scope["state"] = {"request_id": request_id, "tenant": ""}
+        status = GONE
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            self._metrics.responses.inc(labels=(str(status),))
+            if self._access_log:
+                took = time.monotonic() - begin
+                access.info("%s %s %d %.3fs request_id=%s", scope["method"], scope["path"], status, took, request_id)
+
+
+class Errors:
+    """Turns what the inner app raises before its answer began into an error answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        headers: dict[str, str] = {}
+        try:
+            await self._app(scope, receive, sending)
+            return
+        except (ClientGone, ClientDisconnect):
+            return
+        except RequestError as caught:
+            error = caught
+            if error.status == 401:
+                headers["WWW-Authenticate"] = "Bearer"
+        except HTTPException as caught:
+            headers.update(caught.headers or {})
+            error = RequestError(
+                f"{scope['method']} {scope['path'][:200]}: {caught.detail}", status=caught.status_code, code="not_found"
+            )
+            if error.status == 405:
+                error.code = "method_not_allowed"
+        except Exception:
+            log.exception("request_id=%s failed", scope["state"]["request_id"])
+            error = RequestError("internal error; the log has the details", status=500, code="internal_error")
+        if started:
+            raise error  # the server closes the connection: half an answer must not look like a whole one
+        await error_response(error, headers)(scope, receive, send)
+
+
+class ApiKeys:
+    """Lets only holders of a key in, except to the paths that say nothing about anybody's requests."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._digests and scope["path"] not in OPEN_PATHS:
+            scope["state"]["tenant"] = self._tenant(Headers(scope=scope).get("authorization", ""))
+        await self._app(scope, receive, send)
+
+    def _tenant(self, authorization: str) -> str:
+        """Which key's holder it is. All keys are compared, each in constant time, so timing tells nothing."""
+        scheme, _, key = authorization.partition(" ")
+        given = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise RequestError(
+                "missing or wrong API key; send 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
+            )
+        return given.hex()[:16]

@@ -1,0 +1,285 @@
+"""What request bodies may hold, as strict models; errors name the field by its dotted path, the value and the limit."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from services.gateway.fields import drop_without_effect, shown
+from shared.errors import RequestError
+from shared.sampling import SamplingParams
+
+MAX_PROMPTS = 1024
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 1024
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The model's limits that fields are checked against."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+def _invalid(message: str) -> PydanticCustomError:
+    return PydanticCustomError("invalid", "{message}", {"message": message})
+
+
+def _limits(info: ValidationInfo) -> Limits:
+    if not isinstance(info.context, Limits):
+        raise TypeError("models are validated with their Limits as context")
+    return info.context
+
+
+def _check_ids(place: str, ids: list[Any], vocab_size: int) -> list[int]:
+    """Whole-list checks first: they run at C speed, and a prompt may hold a million ids."""
+    if set(map(type, ids)) - {int}:
+        index, value = next((index, value) for index, value in enumerate(ids) if type(value) is not int)
+        raise _invalid(f"item {place}[{index}] should be an integer, got {shown(value)}")
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        index, value = next((index, value) for index, value in enumerate(ids) if not 0 <= value < vocab_size)
+        raise _invalid(
+            f"item {place}[{index}] is token id {value}, outside the vocabulary of {vocab_size} (0..{vocab_size - 1})"
+        )
+    return ids
+
+
+def _check_prompt_ids(place: str, ids: list[Any], limits: Limits) -> list[int]:
+    if not ids:
+        raise _invalid(f"{'item ' + place if place else 'it'} is an empty list of token ids")
+    if len(ids) > limits.max_model_len:
+        raise RequestError(
+            f"prompt: {len(ids)} token ids are more than the model's context of {limits.max_model_len} tokens",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+    return _check_ids(place, ids, limits.vocab_size)
+
+
+def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
+    limits = _limits(info)
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise _invalid("should be a string, a list of strings, a list of token ids or a list of such lists")
+    if value and not isinstance(value[0], (str, list)):
+        return [_check_prompt_ids("", value, limits)]
+    if not 1 <= len(value) <= MAX_PROMPTS:
+        raise _invalid(f"holds {len(value)} prompts, the limits are 1 and {MAX_PROMPTS}")
+    prompts: list[str | list[int]] = []
+    for index, one in enumerate(value):
+        if type(one) is not type(value[0]):
+            raise _invalid(f"item [{index}] is of another type than item [0], got {shown(one)}")
+        prompts.append(_check_prompt_ids(f"[{index}]", one, limits) if isinstance(one, list) else one)
+    return prompts
+
+
+def _content(value: Any) -> str | None:
+    """Text, or the text parts of a list joined by line ends."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _invalid("should be a string or a list of text parts")
+    texts: list[str] = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise _invalid(f"part {index} should be an object with a type, got {shown(part)}")
+        if part["type"] != "text":
+            raise _invalid(f"part {index} has type {shown(part['type'])}; only 'text' is supported")
+        if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
+            raise _invalid(f"part {index} should be {{'type': 'text', 'text': string}}, got {shown(part)}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _stop_ids(value: Any, info: ValidationInfo) -> list[int]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise _invalid("should be a list of token ids")
+    if len(value) > MAX_STOP_IDS:
+        raise _invalid(f"holds {len(value)} ids, the limit is {MAX_STOP_IDS}")
+    return _check_ids("", value, _limits(info).vocab_size)
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(Model):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class Message(Model):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, PlainValidator(_content)] = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For the chat template, which knows OpenAI's newer name of the system role as "system"."""
+        fields = self.model_dump(exclude_none=True)
+        return {**fields, "role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+
+
+def _messages(value: Any, info: ValidationInfo) -> Any:
+    limit = _limits(info).max_model_len
+    if isinstance(value, list) and len(value) > limit:  # each is at least one token
+        raise RequestError(
+            f"messages: {len(value)} messages are more than the model's context of {limit} tokens",
+            code="context_length_exceeded",
+            param="messages",
+        )
+    return value
+
+
+Messages = Annotated[list[Message], Field(min_length=1), BeforeValidator(_messages)]
+
+
+class GenerationRequest(Model):
+    """The fields that chat and text completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None, BeforeValidator(_stops)
+    ] = Field(None, max_length=MAX_STOPS)
+    stop_token_ids: Annotated[list[int], PlainValidator(_stop_ids)] = []
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Rules over several fields. Raises RequestError."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options: only allowed when stream is true", param="stream_options")
+
+    def sampling(self, limits: Limits) -> SamplingParams:
+        seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=min(max(self.top_k or 0, 0), limits.vocab_size),
+            min_p=self.min_p or 0.0,
+            seed=seed,
+            max_tokens=self.output_limit,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class ChatRequest(GenerationRequest):
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check(self) -> None:
+        super().check()
+        check_messages(self.messages)
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError(
+                f"max_completion_tokens: {self.max_completion_tokens} contradicts max_tokens {self.max_tokens}",
+                param="max_completion_tokens",
+            )
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+
+    @property
+    def output_limit(self) -> int | None:
+        return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class TokenizeRequest(Model):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt: give either prompt or messages", param="prompt")
+        check_messages(self.messages or [])
+
+
+def _any_ids(value: Any, info: ValidationInfo) -> list[int]:
+    if not isinstance(value, list):
+        raise _invalid("should be a list of token ids")
+    return _check_ids("", value, _limits(info).vocab_size)
+
+
+class DetokenizeRequest(Model):
+    model: str | None = None
+    tokens: Annotated[list[int], PlainValidator(_any_ids)]
+
+
+def check_messages(messages: list[Message]) -> None:
+    for index, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            raise RequestError(
+                f"messages.{index}.content: required in a message of role {message.role!r}",
+                param=f"messages.{index}.content",
+            )
+
+
+M = TypeVar("M", bound=Model)
+
+
+def validate(model: type[M], body: dict[str, Any], limits: Limits) -> M:
+    """``body`` as ``model``. Raises RequestError 400 that names the first field at fault."""
+    if issubclass(model, GenerationRequest):
+        body = drop_without_effect(body)
+    try:
+        return model.model_validate(body, context=limits)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    path = ".".join(map(str, first["loc"])) or "body"
+    if first["type"] == "missing":
+        raise RequestError(f"{path}: this field is required", code="missing_required_parameter", param=path)
+    if first["type"] == "extra_forbidden":
+        raise RequestError(f"{path}: this field is not known", code="unknown_parameter", param=path)
+    message = first["msg"] if first["type"] == "invalid" else f"{first['msg']}, got {shown(first['input'])}"
+    raise RequestError(f"{path}: {message}", code="invalid_value", param=path)
