@@ -79,12 +79,13 @@ def new_file(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Like ``new_file`` for a folder that does not exist yet."""
+    """Like ``new_file`` for a folder; one that is there already, unusable, makes room."""
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         yield part
+        shutil.rmtree(target, ignore_errors=True)
         os.rename(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -38,8 +38,6 @@ def locate(model: str, *, download_dir: str = "", revision: str | None = None, p
         return _gguf(builtin.NAME, builtin.fetch(root, progress=progress), root, builtin.SHA256)
     path = Path(model).expanduser()
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise ConfigError(f"{model} is neither a folder nor a .gguf file")
         return _gguf(model, path, cache_root(download_dir))
     if not path.is_dir():
         if not hub.is_id(model):

@@ -30,6 +30,8 @@ def config(file: GGUFFile) -> dict[str, Any]:
         raise ConfigError(
             f"{file.path}: GGUF architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
+    if file.metadata.get("split.count", 1) > 1:
+        raise ConfigError(f"{file.path} is one part of a split GGUF; merge the parts with llama-gguf-split first")
     if _optional(file, "expert_count", 0):
         raise ConfigError(f"{file.path}: mixture-of-experts models are not supported")
     if "token_embd.weight" not in file.tensors:

@@ -157,6 +157,8 @@ class _Reader:
         if not 1 <= dims <= _MAX_DIMS:
             raise self._corrupt(f"tensor {name!r} has {dims} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(dims))[::-1]
+        if 0 in shape:
+            raise self._corrupt(f"tensor {name!r} is empty: its shape is {shape}")
         raw = self._scalar("I")
         try:
             kind = GGMLQuantizationType(raw)

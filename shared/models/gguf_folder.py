@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shared.errors import ConfigError
 from shared.models import gguf_config, gguf_tokenizer
 from shared.models.cache import locked, new_folder
 from shared.models.gguf_file import GGUFFile
@@ -37,14 +38,20 @@ def convert(path: Path, root: Path, digest: str = "") -> tuple[Path, str]:
 
 def _write(path: Path, folder: Path, digest: str) -> None:
     file = GGUFFile.read(path)
-    parts: dict[str, Any] = {
-        "config.json": gguf_config.config(file),
-        "generation_config.json": gguf_config.generation_config(file),
-        "tokenizer_config.json": gguf_tokenizer.tokenizer_config(file),
-        _SOURCE: {"path": str(path), "digest": digest or file.digest},
-    }
-    made = gguf_tokenizer.tokenizer(file)
-    with new_folder(folder) as part:
-        for name, content in parts.items():
-            (part / name).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
-        made.save(str(part / "tokenizer.json"))
+    try:
+        parts: dict[str, Any] = {
+            "config.json": gguf_config.config(file),
+            "generation_config.json": gguf_config.generation_config(file),
+            "tokenizer_config.json": gguf_tokenizer.tokenizer_config(file),
+            _SOURCE: {"path": str(path), "digest": digest or file.digest},
+        }
+        made = gguf_tokenizer.tokenizer(file)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # metadata of other types than they have
+        raise ConfigError(f"{path}: its metadata does not describe a model: {error}") from error
+    try:
+        with new_folder(folder) as part:
+            for name, content in parts.items():
+                (part / name).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+            made.save(str(part / "tokenizer.json"))
+    except OSError as error:
+        raise ConfigError(f"cannot write the converted model to {folder}: {error.strerror}") from error

@@ -15,7 +15,8 @@ from tokenizers.models import BPE
 from shared.errors import ConfigError
 from shared.models.gguf_file import GGUFFile
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_SPECIAL = (_UNKNOWN, _CONTROL)
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -32,6 +33,8 @@ _SPLITS = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "dbrx": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
@@ -41,7 +44,7 @@ _SPLITS = {
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 """Pre-tokenizers that take digits one by one and then split as GPT-2 does."""
 
-_GPT2 = ("gpt-2", "gpt2", "default", "phi-2", "olmo", "dbrx", "mpt", "jais")
+_GPT2 = ("gpt-2", "gpt2", "default", "phi-2", "olmo", "mpt", "jais")
 
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 """Vocabularies in which a word that is itself a token is never built from merges; they also begin texts with BOS."""
@@ -62,7 +65,7 @@ def tokenizer(file: GGUFFile) -> Tokenizer:
     tokens, kinds = _tokens(file), _kinds(file)
     # Ids are those of the vocabulary, which holds these tokens already; adding them makes them match before all else.
     made.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL]
+        [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k in _SPECIAL and t]
     )
     made.add_tokens(
         [
@@ -159,7 +162,7 @@ def _merges(
     Pairs that make the same token have one score; among them the one of earlier tokens goes first, as in the
     tokenizer.json files that Llama models are published with.
     """
-    skipped = (_CONTROL, _USER_DEFINED, _UNKNOWN)
+    skipped = (*_SPECIAL, _USER_DEFINED, _BYTE)
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, kind, score in zip(tokens, kinds, scores, strict=True):
         if kind in skipped:
