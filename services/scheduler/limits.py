@@ -1,0 +1,109 @@
+"""What the memory and the operator allow, and the check of a request against it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.config import SchedulerConfig
+from shared.errors import RequestError
+from shared.wire import Memory, SubmitTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_model_len is the model's, or what the whole pool holds where that is less."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued_reqs: int
+
+    @classmethod
+    def build(cls, config: SchedulerConfig, memory: Memory) -> Limits:
+        return cls(
+            num_blocks=memory.num_blocks,
+            block_size=memory.block_size,
+            max_model_len=min(memory.max_model_len, (memory.num_blocks - 1) * memory.block_size),
+            vocab_size=memory.vocab_size,
+            eos_ids=frozenset(memory.eos_ids),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+        )
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def check(self, message: SubmitTokens) -> int:
+        """The request's max_tokens (what is left of the context when it names none).
+
+        Raises RequestError (400) naming field, value and limit when it could never be completed.
+        """
+        sampling, prompt = message.sampling, message.prompt_ids
+        if len(prompt) == 0:
+            raise RequestError("the prompt has no tokens", code="invalid_value", param="prompt")
+        for name, ids in (("prompt", prompt), ("generated", message.generated)):
+            wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
+            if len(wrong):
+                raise RequestError(
+                    f"{name}: token id {int(wrong[0])} is outside the vocabulary of {self.vocab_size}",
+                    code="invalid_value",
+                    param=name,
+                )
+        if not 1 <= sampling.n <= self.max_num_seqs:
+            raise RequestError(f"n is {sampling.n}, outside 1..{self.max_num_seqs}", code="invalid_value", param="n")
+        for name, value, valid, rule in (
+            ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf, "finite, at least 0"),
+            ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
+            ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "in [0, 1]"),
+            ("top_k", sampling.top_k, 0 <= sampling.top_k < 1 << 31, "in [0, 2**31)"),
+            ("seed", sampling.seed, 0 <= sampling.seed < 1 << 63, "in [0, 2**63)"),
+        ):
+            if not valid:
+                raise RequestError(f"{name} is {value}, not {rule}", code="invalid_value", param=name)
+        left = self.max_model_len - len(prompt)
+        max_tokens = max(left, 1) if sampling.max_tokens is None else sampling.max_tokens
+        if max_tokens < 1:
+            raise RequestError(f"max_tokens is {max_tokens}, below 1", code="invalid_value", param="max_tokens")
+        if max_tokens > left:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{len(prompt) + max_tokens} tokens ({len(prompt)} in the prompt, {max_tokens} in the completion).",
+                code="context_length_exceeded",
+                param="max_tokens" if len(prompt) < self.max_model_len else "prompt",
+            )
+        counts = message.generated_counts
+        if min(counts, default=0) < 0 or len(counts) > sampling.n or sum(counts) != len(message.generated):
+            raise RequestError(
+                f"generated_counts {counts} do not cut {len(message.generated)} ids into {sampling.n} sequences",
+                code="invalid_value",
+                param="generated_counts",
+            )
+        if max(counts, default=0) > max_tokens:
+            raise RequestError(
+                f"generated_counts {counts} exceed max_tokens ({max_tokens})",
+                code="invalid_value",
+                param="generated_counts",
+            )
+        return max_tokens
+
+    def describe(self) -> str:
+        tokens = (self.num_blocks - 1) * self.block_size
+        return (
+            f"{self.num_blocks - 1} usable KV blocks of {self.block_size} tokens: {tokens} tokens, "
+            f"{tokens / self.max_model_len:.1f} requests of max_model_len {self.max_model_len}"
+        )
+
+
+def split_generated(message: SubmitTokens) -> list[list[int]]:
+    """Output ids that each of the request's n sequences already has."""
+    counts = [*message.generated_counts, *[0] * (message.sampling.n - len(message.generated_counts))]
+    ends = np.cumsum(counts)
+    return [message.generated[end - count : end].tolist() for end, count in zip(ends, counts, strict=True)]

@@ -1,0 +1,158 @@
+"""The scheduler's metrics under vLLM's names, its token rates, and the throughput line of its log."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from services.scheduler.limits import Limits
+from services.scheduler.request import Request
+from shared.metrics import Registry
+
+LATENCY_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+ITERATION_BUCKETS = (1, 8, *(2**power for power in range(4, 15)))
+LINE_INTERVAL = 10.0  # seconds between throughput lines
+RATE_WINDOW = 10.0  # seconds over which the token rate behind Retry-After is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The scheduler's gauges of now."""
+
+    running: int
+    waiting: int
+    preempted: int
+    blocks_used: int
+    blocks_total: int
+
+    @property
+    def usage(self) -> float:
+        return self.blocks_used / self.blocks_total
+
+
+def size_buckets(largest: int) -> list[int]:
+    """The 1-2-5 series up to ``largest``."""
+    series = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
+    return [value for value in series if value <= largest]
+
+
+class Stats:
+    def __init__(self, limits: Limits) -> None:
+        self.registry = r = Registry()
+        sizes = size_buckets(limits.max_model_len)
+        self._running = r.gauge("vllm:num_requests_running", "Sequences that have a slot.")
+        self._waiting = r.gauge("vllm:num_requests_waiting", "Sequences that wait for a slot or for memory.")
+        self._by_reason = r.gauge("vllm:num_requests_waiting_by_reason", "Waiting sequences by reason.", ["reason"])
+        self._usage = r.gauge("vllm:kv_cache_usage_perc", "Blocks in use over usable blocks, 0 to 1.")
+        self._prompt = r.counter("vllm:prompt_tokens", "Prompt tokens computed, each prompt once.")
+        self._generation = r.counter("vllm:generation_tokens", "Output tokens delivered.")
+        self._preemptions = r.counter("vllm:num_preemptions", "Sequences that lost their memory to others.")
+        self._success = r.counter("vllm:request_success", "Requests ended, by reason.", ["finished_reason"])
+        self._rejections = r.counter("vllm:admission_rejections", "Requests refused with 429, by limit.", ["reason"])
+        self._iteration = r.histogram("vllm:iteration_tokens_total", "Tokens computed per step.", ITERATION_BUCKETS)
+        self._queue = r.histogram("vllm:request_queue_time_seconds", "Arrival to first plan.", LATENCY_BUCKETS)
+        self._prefill = r.histogram("vllm:request_prefill_time_seconds", "First plan to first token.", LATENCY_BUCKETS)
+        self._decode = r.histogram("vllm:request_decode_time_seconds", "First token to the end.", LATENCY_BUCKETS)
+        self._inference = r.histogram("vllm:request_inference_time_seconds", "First plan to the end.", LATENCY_BUCKETS)
+        self._prompt_size = r.histogram("vllm:request_prompt_tokens", "Prompt tokens per request.", sizes)
+        self._output_size = r.histogram("vllm:request_generation_tokens", "Output tokens per request.", sizes)
+        self._max_tokens = r.histogram("vllm:request_params_max_tokens", "max_tokens per request.", sizes)
+        self._n = r.histogram("vllm:request_params_n", "n per request.", (1, 2, 5, 10, 20))
+        config = {"block_size": limits.block_size, "num_gpu_blocks": limits.num_blocks}
+        info = r.gauge("vllm:cache_config_info", "Configuration of the KV cache, in its labels.", list(config))
+        info.set(1.0, tuple(str(value) for value in config.values()))
+        self._overcount = 0  # delivered tokens that a later STOP took back
+        self._line_prompt = 0
+        self._line_generation = 0
+        self._line_since: float | None = None
+        self._line_active = False
+        self._rate: deque[tuple[float, int]] = deque()
+        self._rate_tokens = 0
+        self._outputs_ended = 0
+        self._requests_ended = 0
+
+    def stepped(self, tokens: int, now: float) -> None:
+        """A step that computed ``tokens`` tokens is retired."""
+        self._iteration.observe(tokens)
+        self._rate.append((now, tokens))
+        self._rate_tokens += tokens
+        while self._rate[0][0] < now - RATE_WINDOW:
+            self._rate_tokens -= self._rate.popleft()[1]
+
+    def prompt_computed(self, tokens: int) -> None:
+        self._prompt.inc(tokens)
+        self._line_prompt += tokens
+
+    def delivered(self, tokens: int) -> None:
+        self._line_generation += tokens
+        paid = min(self._overcount, tokens)
+        self._overcount -= paid
+        self._generation.inc(tokens - paid)
+
+    def taken_back(self, tokens: int) -> None:
+        """Tokens counted as delivered lie behind a stop string. A counter never falls, so the next ones pay."""
+        self._overcount += tokens
+
+    def preempted(self) -> None:
+        self._preemptions.inc()
+
+    def rejected(self) -> None:
+        self._rejections.inc(1.0, ("max_num_queued_reqs",))
+
+    def scheduled(self, request: Request, now: float) -> None:
+        self._queue.observe(now - request.arrived)
+
+    def ended(self, request: Request, now: float) -> None:
+        finished = [sequence.finished for sequence in request.sequences if sequence.finished is not None]
+        self._success.inc(1.0, (finished[0].reason,))
+        output = sum(one.tokens for one in finished)
+        self._outputs_ended += output
+        self._requests_ended += 1
+        self._prompt_size.observe(len(request.prompt))
+        self._output_size.observe(output)
+        self._max_tokens.observe(request.max_tokens)
+        self._n.observe(len(request.sequences))
+        if request.scheduled is not None:
+            self._inference.observe(now - request.scheduled)
+            if request.first_token is not None:
+                self._prefill.observe(request.first_token - request.scheduled)
+                self._decode.observe(now - request.first_token)
+
+    def retry_after(self, queued_prompt_tokens: int, queued: int, now: float) -> float:
+        """Seconds until the queue as it stands is likely worked off, at the measured token rate (1 to 600)."""
+        if not self._rate:
+            return 1.0
+        rate = self._rate_tokens / max(now - self._rate[0][0], 0.1)
+        output = self._outputs_ended / max(self._requests_ended, 1)
+        return min(max((queued_prompt_tokens + queued * output) / max(rate, 0.1), 1.0), 600.0)
+
+    def refresh(self, load: Load) -> None:
+        """Sets the gauges; called before a snapshot."""
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        self._by_reason.set(load.waiting - load.preempted, ("capacity",))
+        self._by_reason.set(load.preempted, ("deferred",))
+        self._usage.set(load.usage)
+
+    def line(self, load: Load, now: float) -> str | None:
+        """The throughput line every ten seconds, and None while nothing happens (after one last line that says so)."""
+        since = self._line_since
+        if since is not None and now - since < LINE_INTERVAL:
+            return None
+        self._line_since = now
+        active = bool(self._line_prompt or self._line_generation or load.running or load.waiting)
+        was_active, self._line_active = self._line_active, active
+        prompt, generation = self._line_prompt, self._line_generation
+        self._line_prompt = self._line_generation = 0
+        if since is None or not (active or was_active):
+            return None
+        seconds = max(now - since, 1e-3)
+        return (
+            f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
+            f"Avg generation throughput: {generation / seconds:.1f} tokens/s, "
+            f"Running: {load.running} reqs, Waiting: {load.waiting} reqs, "
+            f"GPU KV cache usage: {load.usage * 100:.1f}%, Prefix cache hit rate: 0.0%"
+        )

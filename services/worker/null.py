@@ -1,0 +1,301 @@
+"""The null worker's executor: a toy deterministic model on simulated memory, which checks the scheduler.
+
+Its KV of a token is (token, position, hash of the whole prefix up to it), kept per physical slot. The next token is a
+function of that hash, so any wrong read changes the output; and each row checks on every step that the memory it
+reads is its own prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.config import WorkerConfig
+from services.worker.executor import PlanError, StepOutput
+from shared.wire import Memory, NewRow, Plan
+
+DEFAULT_BLOCKS = 4096
+DEFAULT_MODEL_LEN = 2048
+DEFAULT_VOCAB = 32_000
+DEFAULT_EOS = (2,)
+TIRED_ABOVE = 1.0  # with a temperature above this, one token in sixteen is an EOS
+BASE = 0x9E3779B97F4A7C15  # odd, so that its powers modulo 2**64 never vanish
+POISON = -1  # position stored in memory that nobody may read
+
+Array64 = npt.NDArray[np.uint64]
+Index = npt.NDArray[np.int64]
+
+
+class NullExecutor:
+    """Executes plans on simulated memory. Raises PlanError for a plan that contradicts its rows or its memory.
+
+    Greedy rows (temperature 0) depend on their prefix alone, others on the seed as well; up to a temperature of 1 no
+    EOS is ever sampled, above it one token in sixteen is. verify: every row re-reads its whole prefix in every step
+    and blocks in no row's table are poisoned; otherwise it reads its newest token's memory, whose hash covers the
+    rest, which is fast enough to measure the pipeline with.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = DEFAULT_BLOCKS,
+        block_size: int = 16,
+        max_model_len: int = DEFAULT_MODEL_LEN,
+        max_num_seqs: int = 256,
+        vocab_size: int = DEFAULT_VOCAB,
+        eos_ids: Sequence[int] = DEFAULT_EOS,
+        step_seconds: float = 0.0,
+        verify: bool = False,
+    ) -> None:
+        self.memory = Memory(
+            num_blocks=num_blocks,
+            host_blocks=0,
+            block_size=block_size,
+            bytes_per_block=block_size * 16,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            eos_ids=list(eos_ids),
+            model_digest=f"null-{vocab_size}",
+        )
+        self._verify = verify
+        self._step_seconds = step_seconds
+        self._allowed = np.setdiff1d(np.arange(vocab_size), np.asarray(eos_ids))
+        self._eos = int(eos_ids[0]) if eos_ids else int(self._allowed[0])
+        powers = np.full(max_model_len + 1, BASE, dtype=np.uint64)
+        powers[0] = 1
+        self._powers = np.cumprod(powers, dtype=np.uint64)
+        # Physical memory, by slot (block * block_size + place in it).
+        self._token = np.zeros(num_blocks * block_size, dtype=np.int64)
+        self._position = np.full(num_blocks * block_size, POISON, dtype=np.int64)
+        self._hash = np.zeros(num_blocks * block_size, dtype=np.uint64)
+        # Rows.
+        most_blocks = -(-max_model_len // block_size)
+        self._tables = np.zeros((max_num_seqs, most_blocks), dtype=np.int64)
+        self._table_len = np.zeros(max_num_seqs, dtype=np.int64)
+        self._length = np.zeros(max_num_seqs, dtype=np.int64)
+        self._last = np.zeros(max_num_seqs, dtype=np.int64)
+        self._prefix_hash = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._temperature = np.zeros(max_num_seqs)
+        self._present = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._decoding = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._paused = np.zeros(max_num_seqs, dtype=np.bool_)
+
+    @classmethod
+    def from_config(cls, config: WorkerConfig) -> NullExecutor:
+        """Vocabulary and EOS ids are those of the MODEL's config when there is one."""
+        vocab_size, eos_ids, max_model_len = DEFAULT_VOCAB, list(DEFAULT_EOS), DEFAULT_MODEL_LEN
+        if config.model:
+            from shared.models import locate
+
+            model = json.loads(
+                (locate(config.model, download_dir=config.download_dir).folder / "config.json").read_text()
+            )
+            vocab_size = int(model["vocab_size"])
+            eos = model.get("eos_token_id")
+            eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return cls(
+            num_blocks=config.num_gpu_blocks_override or DEFAULT_BLOCKS,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len or max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=vocab_size,
+            eos_ids=eos_ids,
+            step_seconds=config.null_step_ms / 1000,
+        )
+
+    def execute(self, plan: Plan) -> StepOutput:
+        started = time.perf_counter()
+        before = self._change_rows(plan)
+        decoding = before & ~self._paused
+        slots = np.flatnonzero(decoding)
+        if len(slots) != plan.decodes:
+            raise PlanError(f"the plan counts {plan.decodes} decoding rows, there are {len(slots)}")
+        self._decode(slots)
+        sampled = [slots, *self._run_chunks(plan)]
+        order = np.concatenate(sampled)
+        ids = self._sample(order)
+        self._last[order] = ids
+        if self._step_seconds:
+            time.sleep(max(0.0, self._step_seconds - (time.perf_counter() - started)))
+        total = time.perf_counter() - started
+        return StepOutput(order.astype(np.int32), ids.astype(np.int32), {"forward": total, "total": total})
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+
+    def _change_rows(self, plan: Plan) -> npt.NDArray[np.bool_]:
+        """Everything before the forward pass; returns which rows were decoding before this plan."""
+        if plan.full:
+            self._present[:] = self._decoding[:] = self._paused[:] = False
+        self._need(plan.release, "release")
+        self._present[plan.release] = self._decoding[plan.release] = self._paused[plan.release] = False
+        for row in plan.new_rows:
+            self._enter(row)
+        self._replace_tables(plan)
+        for slot, block in zip(plan.append_slots.tolist(), plan.append_blocks.tolist(), strict=True):
+            self._need([slot], "append")
+            self._append(slot, block)
+        self._need([*plan.pause, *plan.resume], "pause or resume")
+        self._paused[plan.pause] = True
+        self._paused[plan.resume] = False
+        if len(plan.swap_out) or len(plan.swap_in):
+            raise PlanError("the null worker has no host blocks to swap with")
+        if self._verify:
+            self._poison_unowned()
+        self._copy_blocks(plan.copies.reshape(-1, 2).astype(np.int64))
+        for row in plan.new_rows:
+            if row.length:
+                self._prefix_hash[row.slot] = self._hash[self._physical(row.slot, row.length - 1)]
+        return self._decoding.copy()
+
+    def _need(self, slots: Sequence[int], where: str) -> None:
+        for slot in slots:
+            if not (0 <= slot < len(self._present) and self._present[slot]):
+                raise PlanError(f"{where} names slot {slot}, which has no row")
+
+    def _enter(self, row: NewRow) -> None:
+        if not 0 <= row.slot < len(self._present):
+            raise PlanError(f"slot {row.slot} is outside 0..{len(self._present) - 1}")
+        if self._present[row.slot]:
+            raise PlanError(f"slot {row.slot} has a row already")
+        self._present[row.slot] = True
+        self._table_len[row.slot] = 0
+        self._length[row.slot] = row.length
+        self._prefix_hash[row.slot] = 0
+        self._seed[row.slot] = row.seed
+        self._temperature[row.slot] = row.temperature
+
+    def _replace_tables(self, plan: Plan) -> None:
+        self._need(plan.table_slots, "table")
+        ends = np.cumsum(plan.table_lens)
+        for slot, count, end in zip(plan.table_slots, plan.table_lens, ends.tolist(), strict=True):
+            self._table_len[slot] = 0
+            for block in plan.table_blocks[end - count : end].tolist():
+                self._append(slot, block)
+        for row in plan.new_rows:
+            if row.slot not in plan.table_slots:
+                raise PlanError(f"the new row in slot {row.slot} has no block table")
+
+    def _append(self, slot: int, block: int) -> None:
+        count = int(self._table_len[slot])
+        if count == self._tables.shape[1]:
+            raise PlanError(f"the table of slot {slot} is longer than max_model_len needs")
+        if not 0 < block < self.memory.num_blocks:
+            raise PlanError(f"block {block} of slot {slot} is outside 1..{self.memory.num_blocks - 1}")
+        self._tables[slot, count] = block
+        self._table_len[slot] = count + 1
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    def _physical(self, slots: Index | int, positions: Index | int) -> Index:
+        """Where the KV of each slot's token at each position lies. Raises PlanError beyond a row's table."""
+        size = self.memory.block_size
+        slots, positions = np.asarray(slots), np.asarray(positions)
+        logical = positions // size
+        short = np.asarray(logical >= self._table_len[slots])
+        if short.any():
+            row = int(np.broadcast_to(slots, short.shape)[short].flat[0]) if short.ndim else int(slots)
+            raise PlanError(f"the block table of slot {row} is too short: {int(self._table_len[row])} blocks")
+        return np.asarray(self._tables[slots, logical] * size + positions % size)
+
+    def _store(self, slots: Index | int, positions: Index, tokens: Index, hashes: Array64) -> None:
+        physical = self._physical(slots, positions)
+        if len(np.unique(physical)) != len(physical):
+            raise PlanError("two tokens of one step are stored in the same place")
+        self._token[physical] = tokens
+        self._position[physical] = positions
+        self._hash[physical] = hashes
+
+    def _check_newest(self, slots: Index) -> None:
+        """The KV of each row's newest token is that row's own: right position, and the hash of its whole prefix."""
+        newest = self._length[slots] - 1
+        physical = self._physical(slots, newest)
+        wrong = (self._position[physical] != newest) | (self._hash[physical] != self._prefix_hash[slots])
+        if wrong.any():
+            raise PlanError(f"slot {int(slots[wrong][0])} reads memory that is not its own prefix")
+
+    def _check_whole(self, slot: int) -> None:
+        length = int(self._length[slot])
+        positions = np.arange(length)
+        physical = self._physical(slot, positions)
+        tokens = self._token[physical].astype(np.uint64)
+        chain = np.cumsum((tokens + np.uint64(1)) * self._powers[:length], dtype=np.uint64)
+        if not (
+            np.array_equal(self._position[physical], positions)
+            and np.array_equal(self._hash[physical], chain)
+            and (length == 0 or chain[-1] == self._prefix_hash[slot])
+        ):
+            raise PlanError(f"slot {slot} reads memory that is not its own prefix")
+
+    def _poison_unowned(self) -> None:
+        owned = np.zeros(self.memory.num_blocks, dtype=np.bool_)
+        for slot in np.flatnonzero(self._present).tolist():
+            owned[self._tables[slot, : self._table_len[slot]]] = True
+        self._position.reshape(self.memory.num_blocks, -1)[~owned] = POISON
+
+    def _copy_blocks(self, pairs: Index) -> None:
+        for memory in (self._token, self._position, self._hash):
+            blocks = memory.reshape(self.memory.num_blocks, -1)
+            blocks[pairs[:, 1]] = blocks[pairs[:, 0]]
+
+    # ---- the toy model ---------------------------------------------------------------------------------------------
+
+    def _decode(self, slots: Index) -> None:
+        if not len(slots):
+            return
+        self._check_newest(slots)
+        positions, tokens = self._length[slots], self._last[slots]
+        if int(positions.max()) >= self.memory.max_model_len:
+            raise PlanError(f"a row decodes beyond max_model_len ({self.memory.max_model_len})")
+        hashes = self._prefix_hash[slots] + (tokens.astype(np.uint64) + np.uint64(1)) * self._powers[positions]
+        self._store(slots, positions, tokens, hashes)
+        self._prefix_hash[slots] = hashes
+        self._length[slots] += 1
+        if self._verify:
+            for slot in slots.tolist():
+                self._check_whole(slot)
+
+    def _run_chunks(self, plan: Plan) -> list[Index]:
+        sampled: list[Index] = []
+        ends = np.cumsum(plan.chunk_lens)
+        if len(plan.tokens) != (ends[-1] if len(ends) else 0):
+            raise PlanError(f"{len(plan.tokens)} tokens for chunks of {sum(plan.chunk_lens)}")
+        for slot, start, end, count, samples in zip(
+            plan.chunk_slots, plan.chunk_starts, ends.tolist(), plan.chunk_lens, plan.chunk_samples, strict=True
+        ):
+            self._need([slot, *samples], "chunk")
+            if start != self._length[slot] or count < 1 or start + count > self.memory.max_model_len:
+                raise PlanError(f"chunk {start}+{count} does not follow the {int(self._length[slot])} of slot {slot}")
+            if start:
+                self._check_newest(np.asarray([slot]))
+            tokens = plan.tokens[end - count : end].astype(np.int64)
+            positions = np.arange(start, start + count)
+            terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._powers[positions]
+            hashes = self._prefix_hash[slot] + np.cumsum(terms, dtype=np.uint64)
+            self._store(slot, positions, tokens, hashes)
+            for one in {slot, *samples}:
+                self._prefix_hash[one] = hashes[-1]
+                self._length[one] = start + count
+            if self._verify:
+                self._check_whole(slot)
+            self._decoding[samples] = True
+            sampled.append(np.asarray(samples, dtype=np.int64))
+        return sampled
+
+    def _sample(self, slots: Index) -> Index:
+        random = self._temperature[slots] > 0
+        mixed = _mix(self._prefix_hash[slots] + np.where(random, _mix(self._seed[slots] + np.uint64(1)), np.uint64(0)))
+        ids = self._allowed[(mixed % np.uint64(len(self._allowed))).astype(np.int64)]
+        tired = (self._temperature[slots] > TIRED_ABOVE) & (mixed >> np.uint64(60) == 0)
+        return np.asarray(np.where(tired, self._eos, ids))
+
+
+def _mix(values: Array64) -> Array64:
+    """The finalizer of splitmix64: every input bit changes every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,275 @@
+"""The worker process around an executor: joins the scheduler, runs its plans, sends results."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+import zlib
+from typing import Any
+
+import numpy as np
+import zmq
+
+from services.worker.executor import Executor, StepOutput
+from shared.codec import no_ids
+from shared.errors import WireError
+from shared.ids import Identity, new_epoch
+from shared.metrics import Registry
+from shared.peers import HEARTBEAT_INTERVAL, SILENCE_LIMIT
+from shared.transport import LAST_WORD_MS, Endpoint, Security, connect_dealer
+from shared.wire import (
+    PROTOCOL_VERSION,
+    Fault,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    HelloRequired,
+    Memory,
+    Message,
+    Plan,
+    PlanRequired,
+    Result,
+    Welcome,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT = 600.0  # seconds to wait for a scheduler
+REMIND_EVERY = 30.0  # seconds between log lines while waiting for it
+STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class WorkerService:
+    """Runs until ``stop`` is called, the scheduler leaves or falls silent, or a step fails; ``run`` gives the code."""
+
+    def __init__(self, executor: Executor, rank: int, address: str, security: Security) -> None:
+        self.epoch = new_epoch()
+        self._executor = executor
+        self._rank = rank
+        self._endpoint = Endpoint(address)
+        self._security = security
+        self._context = zmq.Context()
+        identity = Identity.fresh("worker", rank).encode()
+        self._socket = connect_dealer(self._context, identity, self._endpoint.workers, security)
+        self._orders: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._joined = False
+        self._ended: int | None = None
+        self._reason = ""
+        self._pair = (0, 0)  # the epochs of scheduler and workers that plans must carry
+        self._last_step = -1
+        self._lost_a_plan = False
+        self._registry = Registry()
+        self._steps = self._registry.histogram("quire:worker_step_seconds", "Time of a step.", STEP_BUCKETS)
+        self._malformed = self._registry.counter("quire:malformed_messages", "Messages that did not decode or fit.")
+        self._stale = self._registry.counter("quire:stale_plans", "Plans of another epoch.")
+        self._pulse = _Pulse(self)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def last_step(self) -> int:
+        return self._last_step
+
+    def stop(self, reason: str, code: int) -> None:
+        """Ends the run after the step that runs now, from any thread or signal handler."""
+        self._orders.put((reason, code))
+        with contextlib.suppress(OSError):  # closed already, or a full pipe of earlier wake-ups
+            self._wake_in.send(b"\0")
+
+    def run(self) -> int:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_out, zmq.POLLIN)
+        started = due = time.monotonic()
+        remind = started + REMIND_EVERY
+        self._pulse.start()
+        try:
+            while self._ended is None:
+                poller.poll(max(0, int((due - time.monotonic()) * 1000) + 1))
+                self._obey()
+                self._receive()
+                now = time.monotonic()
+                if now < due:
+                    continue
+                due = now + HEARTBEAT_INTERVAL
+                self._beat()
+                if not self._joined and now >= remind:
+                    remind = now + REMIND_EVERY
+                    log.warning("still waiting for the scheduler at %s", self._endpoint.workers)
+                if not self._joined and now - started > JOIN_TIMEOUT:
+                    self._end(f"no scheduler answered at {self._endpoint.workers} in {JOIN_TIMEOUT:.0f} s", 1)
+        finally:
+            self._close()
+        assert self._ended is not None
+        return self._ended
+
+    def hello(self, memory: Memory | None) -> Hello:
+        return Hello(PROTOCOL_VERSION, "worker", self._rank, self.epoch, pid=os.getpid(), memory=memory)
+
+    def new_socket(self) -> Any:
+        """A further DEALER of this rank, for its heartbeat thread."""
+        identity = Identity.fresh("worker", self._rank).encode()
+        return connect_dealer(self._context, identity, self._endpoint.workers, self._security)
+
+    # ---- the loop's parts ------------------------------------------------------------------------------------------
+
+    def _obey(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_out.recv(4096)
+        with contextlib.suppress(queue.Empty):
+            self._end(*self._orders.get_nowait())
+
+    def _end(self, reason: str, code: int) -> None:
+        if self._ended is None:
+            self._ended, self._reason = code, reason
+            log.log(logging.ERROR if code else logging.INFO, "ending: %s", reason)
+
+    def _beat(self) -> None:
+        if not self._joined:
+            self._send(self.hello(self._executor.memory))
+            return
+        self._send(Heartbeat(self.epoch, max(self._last_step, 0), 0.0, self._registry.snapshot()))
+
+    def _receive(self) -> None:
+        while self._ended is None:
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                self._handle(decode(frames))
+            except WireError as error:
+                self._malformed.inc()
+                log.warning("malformed message from the scheduler: %s", error)
+                self._send(Fault(str(error)))
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Plan():
+                self._on_plan(message)
+            case Heartbeat():
+                pass
+            case Welcome():
+                if not self._joined:
+                    log.info("joined the scheduler as rank %d", self._rank)
+                self._joined = True
+                if self._pair[0] != message.epoch:  # a scheduler not seen before; its first plan is a full one
+                    self._pair = (message.epoch, 0)
+            case HelloRequired():
+                self._joined = False
+                self._send(self.hello(self._executor.memory))
+            case Goodbye():
+                self._end(f"the scheduler has left: {message.reason}", 0)
+            case Fault():
+                log.error("the scheduler refused a message: %s", message.message)
+            case _:
+                raise WireError(f"{type(message).__name__} is not for a worker")
+
+    def _on_plan(self, plan: Plan) -> None:
+        if plan.full and plan.scheduler_epoch == self._pair[0]:
+            self._pair = (plan.scheduler_epoch, plan.worker_epoch)  # rank 0's epoch, which stands for all ranks
+            self._lost_a_plan = False
+        elif (plan.scheduler_epoch, plan.worker_epoch) != self._pair:
+            self._stale.inc()
+            return
+        elif self._lost_a_plan or plan.step_id != self._last_step + 1:
+            if not self._lost_a_plan:
+                self._lost_a_plan = True
+                log.warning("step %d does not follow step %d; asking for a full plan", plan.step_id, self._last_step)
+                self._send(PlanRequired(*self._pair, self._last_step))
+            return
+        self._last_step = plan.step_id
+        started = time.perf_counter()
+        try:
+            output = self._executor.execute(plan)
+        except Exception as error:
+            log.exception("step %d failed", plan.step_id)
+            self._send(self._result(plan, StepOutput(no_ids(), no_ids()), f"{type(error).__name__}: {error}"))
+            return
+        self._steps.observe(time.perf_counter() - started)
+        self._send(self._result(plan, output, ""))
+
+    def _result(self, plan: Plan, output: StepOutput, error: str) -> Result:
+        slots, ids = np.asarray(output.slots, dtype="<i4"), np.asarray(output.ids, dtype="<i4")
+        first = self._rank == 0
+        return Result(
+            step_id=plan.step_id,
+            scheduler_epoch=plan.scheduler_epoch,
+            worker_epoch=plan.worker_epoch,
+            rank=self._rank,
+            checksum=zlib.crc32(ids.tobytes(), zlib.crc32(slots.tobytes())),
+            slots=slots if first else no_ids(),
+            ids=ids if first else no_ids(),
+            timings=output.timings,
+            error=error,
+        )
+
+    def _send(self, message: Message) -> None:
+        # A full queue means a scheduler that has not read for very long; its silence ends this process.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(encode(message), zmq.DONTWAIT)
+
+    def _close(self) -> None:
+        self._pulse.stop()
+        if self._joined:
+            self._send(Goodbye(self._reason))
+        self._socket.close(linger=LAST_WORD_MS)
+        self._context.term()
+        self._wake_in.close()
+        self._wake_out.close()
+
+
+class _Pulse:
+    """The heartbeat thread. A step may take long, so liveness goes over a DEALER of its own.
+
+    It also watches the scheduler: silent for SILENCE_LIMIT, the service is told to end, and if a hung step keeps it
+    from that, the process ends here after the same time again.
+    """
+
+    def __init__(self, service: WorkerService) -> None:
+        self._service = service
+        self._quit = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._quit.set()
+        self._thread.join(2 * HEARTBEAT_INTERVAL)
+
+    def _run(self) -> None:
+        sock = self._service.new_socket()
+        welcomed, told = False, 0.0
+        heard = checked = time.monotonic()
+        while not self._quit.wait(HEARTBEAT_INTERVAL):
+            now = time.monotonic()
+            lag, checked = max(0.0, now - checked - HEARTBEAT_INTERVAL), now
+            while sock.poll(0):
+                heard = now
+                with contextlib.suppress(WireError):
+                    message = decode(sock.recv_multipart())
+                    welcomed = isinstance(message, Welcome) or (welcomed and not isinstance(message, HelloRequired))
+            if lag > HEARTBEAT_INTERVAL or not welcomed:
+                heard = now  # this process itself was stopped, or has not joined
+            beat = Heartbeat(self._service.epoch, max(self._service.last_step, 0), lag)
+            with contextlib.suppress(zmq.Again):
+                sock.send_multipart(encode(beat if welcomed else self._service.hello(None)), zmq.DONTWAIT)
+            if told and now - told > SILENCE_LIMIT:
+                log.error("step %d still runs and the scheduler is gone", self._service.last_step)
+                os._exit(1)
+            if not told and now - heard > SILENCE_LIMIT:
+                told = now
+                self._service.stop(f"the scheduler has been silent for {now - heard:.1f} s", 1)
+        sock.close(linger=0)
