@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXT = [
@@ -29,7 +31,7 @@ TEMPLATE = """\
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2-like, 420 tokens; ids 0 and 1 are special, the last one is an added token that is not."""
+    """GPT-2-like; ids 0 and 1 are special, the last one is an added token that is not."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,11 +67,14 @@ def byte_fallback() -> Tokenizer:
 
 
 def save(folder: Path, tokenizer: Tokenizer, *, template: str | None = TEMPLATE, **config: object) -> Path:
+    """A model folder with this tokenizer, a template and just enough of a model to be located."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     page = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
     if template is not None:
         page["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(page))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": tokenizer.get_vocab_size()}))
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.get_vocab_size()}
+    (folder / "config.json").write_text(json.dumps(model))
+    save_file({"model.norm.weight": np.ones(4, dtype=np.float32)}, folder / "model.safetensors")
     return folder
