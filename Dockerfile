@@ -24,7 +24,7 @@ USER quire
 EXPOSE 8000
 # Lets open streams end, up to hard-stop-after; SIGTERM would cut them.
 STOPSIGNAL SIGUSR1
-HEALTHCHECK --interval=15s --timeout=5s --start-period=600s \
+HEALTHCHECK --timeout=5s --start-period=600s \
     CMD ["python3", "/usr/local/lib/quire/probe.py", "http://127.0.0.1:8000/ready"]
 ENTRYPOINT ["tini", "--"]
 CMD ["haproxy", "-W", "-db", "-f", "/etc/haproxy/haproxy.cfg"]
@@ -73,7 +73,7 @@ USER quire
 WORKDIR /var/cache/quire
 RUN quire fetch
 EXPOSE 8000
-HEALTHCHECK --interval=15s --timeout=10s --start-period=600s \
+HEALTHCHECK --timeout=10s --start-period=600s \
     CMD ["python", "/usr/local/lib/quire/healthcheck.py"]
 ENTRYPOINT ["tini", "--", "quire"]
 CMD ["serve", "--host", "0.0.0.0"]
