@@ -68,7 +68,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     scheduled: float | None = None
     first_token: float | None = None
-    ended: float | None = None
+    ended: float = 0.0  # once done is set
     done: Done | None = None
 
     @property

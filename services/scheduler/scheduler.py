@@ -16,11 +16,11 @@ import numpy as np
 
 from services.scheduler.block_pool import BlockPool
 from services.scheduler.limits import Limits, split_generated
-from services.scheduler.outbox import Outbox
 from services.scheduler.request import Request, Sequence, State
 from services.scheduler.rows import Rows
 from services.scheduler.stats import Load, Stats
 from services.scheduler.steps import Draft, Step
+from services.scheduler.streams import Streams
 from shared.codec import Int32, int32, no_ids
 from shared.errors import QuireError, RequestError
 from shared.ids import client_of
@@ -28,8 +28,6 @@ from shared.wire import Accept, Done, Finished, Plan, SubmitTokens
 
 MAX_STEPS_IN_FLIGHT = 2
 REMEMBER_CANCEL = 10.0  # seconds an unknown rid's CANCEL keeps its SUBMIT from running
-RESEND_AFTER = 2.0  # seconds after which an unacknowledged end is sent again
-FORGET_AFTER = 60.0  # seconds after which an end that nobody acknowledges is given up
 
 
 class StepError(QuireError):
@@ -53,18 +51,16 @@ class Scheduler:
         self.pool = BlockPool(limits.num_blocks)
         self.rows = Rows(limits.max_num_seqs)
         self.steps: deque[Step] = deque()
-        self.requests: dict[int, Request] = {}
+        self.streams = Streams()
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.preempted: list[Sequence] = []  # in the order they come back
         self.prefilling: list[Sequence] = []
         self.last_step = 0  # the newest step planned
         self._clock = clock
         self._full = True  # the next plan has to be a full one
-        self._outboxes: dict[bytes, Outbox] = {}
         self._cancelled: dict[int, float] = {}  # rid → when its early CANCEL came
-        self._unacknowledged: dict[int, Request] = {}
         self._arrivals = 0
-        self._waiting_tokens = 0
+        self.waiting_tokens = 0
         self._watermark = max(1, self.pool.num_usable // 100)
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -75,9 +71,9 @@ class Scheduler:
         None: it was cancelled before it came. Raises RequestError when it cannot be served (400) or the queue is
         full (429; a re-submission with ``generated`` passes that limit).
         """
-        known = self.requests.get(message.rid)
+        known = self.streams.requests.get(message.rid)
         if known is not None:
-            self._attach(known, owner, message.generated_counts)
+            self.streams.attach(known, owner, message.generated_counts)
             return Accept(message.rid, len(known.prompt))
         if self._cancelled.pop(message.rid, None) is not None:
             return None
@@ -88,7 +84,7 @@ class Scheduler:
         request = Request(
             rid=message.rid,
             request_id=message.request_id,
-            outbox=self._outbox(owner),
+            outbox=self.streams.outbox(owner),
             prompt=message.prompt_ids,
             sampling=sampling,
             max_tokens=max_tokens,
@@ -98,17 +94,17 @@ class Scheduler:
             arrived=self._clock(),
         )
         request.sequences = [Sequence(request, i, ids) for i, ids in enumerate(split_generated(message))]
-        self.requests[request.rid] = request
+        self.streams.requests[request.rid] = request
         for sequence in request.sequences:
             self.waiting[sequence] = None
-            self._waiting_tokens += len(request.prompt)
+            self.waiting_tokens += len(request.prompt)
             if sequence.output:
                 self._end_if_over(sequence)
         return Accept(message.rid, len(request.prompt))
 
     def cancel(self, rid: int) -> None:
         """Ends what is left of a request with FINISHED(abort); an unknown rid is remembered. Idempotent."""
-        request = self.requests.get(rid)
+        request = self.streams.requests.get(rid)
         if request is None:
             self._cancelled[rid] = self._clock()
             return
@@ -118,48 +114,34 @@ class Scheduler:
 
     def stop(self, rid: int, index: int, keep: int) -> None:
         """The tokenizer ends a sequence after ``keep`` tokens; wins over an end by length or EOS. Idempotent."""
-        request = self.requests.get(rid)
+        request = self.streams.requests.get(rid)
         if request is None or not 0 <= index < len(request.sequences) or keep < 0:
             return
         sequence = request.sequences[index]
         keep = min(keep, len(sequence.output))
         if sequence.finished is not None:
             if sequence.finished.reason in ("stop", "length"):
-                self.stats.taken_back(sequence.finished.tokens - keep)
-                del sequence.output[keep:]
-                sequence.finished = Finished(rid, index, keep, "stop")
-                if request.done is not None:
-                    request.done = self._done(request)
-            self._send_ends(request)
+                self.stats.taken_back(len(sequence.output) - keep)
+                self.streams.shorten(sequence, keep)
+            self.streams.send_ends(request)
             return
         self.stats.taken_back(len(sequence.output) - keep)
         del sequence.output[keep:]
         self._finish(sequence, "stop")
 
-    def resume(self, rid: int, index: int, offset: int) -> None:
-        """Sends a sequence's ids again from ``offset``, its end included."""
-        request = self.requests.get(rid)
-        if request is not None and 0 <= index < len(request.sequences):
-            self._send_from(request.sequences[index], offset)
-            self._send_ends(request)
-
-    def acknowledge(self, rids: Iterable[int]) -> None:
-        """Forgets requests whose DONE has arrived."""
-        for rid in rids:
-            if self._unacknowledged.pop(rid, None) is not None:
-                del self.requests[rid]
-
     def drop_owner(self, owner: bytes) -> int:
         """A tokenizer is gone: cancels and forgets its requests. Returns how many were open."""
-        return self._drop([r for r in self.requests.values() if r.outbox.owner == owner], forget=owner)
+        ended = self._cancel_all(self.streams.of_owner(owner))
+        self.streams.forget_owner(owner)
+        return ended
 
     def drop_client(self, client_number: int) -> int:
         """A gateway is gone: cancels its requests. Returns how many were open."""
-        return self._drop([r for r in self.requests.values() if client_of(r.rid) == client_number])
+        return self._cancel_all(r for r in self.streams.requests.values() if client_of(r.rid) == client_number)
 
     def end_all(self, message: str) -> int:
         """Ends every open sequence with FINISHED(error, message). Returns how many requests were open."""
-        still_open = [request for request in self.requests.values() if request.done is None]
+        still_open = [request for request in self.streams.requests.values() if request.done is None]
         for request in still_open:
             for sequence in request.sequences:
                 if sequence.finished is None:
@@ -170,17 +152,7 @@ class Scheduler:
         """Once a second: forgets old cancels, repeats unacknowledged ends, gives up the oldest (returned)."""
         now = self._clock()
         self._cancelled = {rid: at for rid, at in self._cancelled.items() if now - at < REMEMBER_CANCEL}
-        ages = [(request, now - (request.ended or now)) for request in self._unacknowledged.values()]
-        for request, age in ages:
-            if age >= RESEND_AFTER:
-                self._send_ends(request)
-        given_up = [request.rid for request, age in ages if age >= FORGET_AFTER]
-        self.acknowledge(given_up)
-        return given_up
-
-    def outboxes(self) -> list[Outbox]:
-        """Those with something to send."""
-        return [outbox for outbox in self._outboxes.values() if outbox]
+        return self.streams.expire(now)
 
     @property
     def load(self) -> Load:
@@ -253,32 +225,6 @@ class Scheduler:
             insort(self.preempted, sequence, key=_return_key)
         self._full = True
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError when blocks, tables, slots, queues and steps contradict one another."""
-        sequences = [sequence for request in self.requests.values() for sequence in request.sequences]
-        holders = [sequence for sequence in sequences if sequence.blocks]
-        self.pool.check_invariants([*(s.blocks for s in holders), *(step.reclaim for step in self.steps)])
-        occupants = self.rows.occupants()
-        assert {s for s in sequences if s.state in (State.PREFILL, State.DECODE)} == set(occupants)
-        assert set(self.prefilling) == {s for s in occupants if s.state is State.PREFILL}
-        assert set(self.preempted) == {s for s in sequences if s.state is State.PREEMPTED}
-        assert set(self.waiting) == {s for s in sequences if s.state is State.WAITING}
-        assert self._waiting_tokens == sum(len(s.request.prompt) for s in self.waiting)
-        assert set(self._unacknowledged) == {r.rid for r in self.requests.values() if r.done is not None}
-        in_flight = {sequence for step in self.steps for sequence in step.sequences}
-        assert {s for s in sequences if s.state is State.DRAIN} <= in_flight, "a draining sequence waits for no step"
-        for sequence in sequences:
-            assert (sequence.finished is not None) == (sequence.state is State.FINISHED)
-            assert bool(sequence.blocks) == (sequence.slot >= 0), "blocks without a slot"
-            assert len(sequence.output) <= sequence.request.max_tokens
-        for sequence in occupants:
-            slot = sequence.slot
-            assert self.rows.sequences[slot] is sequence
-            assert bool(self.rows.decoding[slot]) == (sequence.state is State.DECODE)
-            length = int(self.rows.length[slot]) if self.rows.decoding[slot] else sequence.computed
-            assert len(sequence.blocks) == self.limits.blocks_for(length), "more or fewer blocks than its tokens need"
-            assert length < self.limits.max_model_len
-
     # ---- within ----------------------------------------------------------------------------------------------------
 
     def _check_queue(self, message: SubmitTokens) -> None:
@@ -291,40 +237,13 @@ class Scheduler:
             f"{self.limits.max_num_queued_reqs})",
             status=429,
             code="queue_full",
-            retry_after=self.stats.retry_after(self._waiting_tokens, len(self.waiting), self._clock()),
+            retry_after=self.stats.retry_after(self.waiting_tokens, len(self.waiting), self._clock()),
         )
 
-    def _outbox(self, owner: bytes) -> Outbox:
-        if owner not in self._outboxes:
-            self._outboxes[owner] = Outbox(owner)
-        return self._outboxes[owner]
-
-    def _attach(self, request: Request, owner: bytes, counts: list[int]) -> None:
-        request.outbox = self._outbox(owner)
-        for sequence in request.sequences:
-            self._send_from(sequence, counts[sequence.index] if sequence.index < len(counts) else 0)
-        self._send_ends(request)
-
-    def _send_from(self, sequence: Sequence, offset: int) -> None:
-        missing = sequence.output[max(offset, 0) :]
-        if missing:
-            rid = sequence.request.rid
-            sequence.request.outbox.tokens(rid, sequence.index, len(sequence.output) - len(missing), missing)
-
-    def _send_ends(self, request: Request) -> None:
-        for sequence in request.sequences:
-            if sequence.finished is not None:
-                request.outbox.finished(sequence.finished)
-        if request.done is not None:
-            request.outbox.done(request.done)
-
-    def _drop(self, requests: list[Request], forget: bytes | None = None) -> int:
+    def _cancel_all(self, requests: Iterable[Request]) -> int:
         still_open = [request.rid for request in requests if request.done is None]
         for rid in still_open:
             self.cancel(rid)
-        if forget is not None:
-            self.acknowledge([request.rid for request in requests])
-            self._outboxes.pop(forget, None)
         return len(still_open)
 
     def _occupant(self, slot: int) -> Sequence:
@@ -348,34 +267,17 @@ class Scheduler:
             self._vacate(sequence)
         sequence.state = State.FINISHED
         sequence.feed = no_ids()
-        sequence.finished = Finished(request.rid, sequence.index, len(sequence.output), reason, stop_reason, message)
-        request.outbox.finished(sequence.finished)
+        finished = Finished(request.rid, sequence.index, len(sequence.output), reason, stop_reason, message)
+        self.streams.end(sequence, finished)
         if all(one.finished is not None for one in request.sequences):
-            request.ended = self._clock()
-            request.done = self._done(request)
-            request.outbox.done(request.done)
-            self._unacknowledged[request.rid] = request
-            self.stats.ended(request, request.ended)
-
-    def _done(self, request: Request) -> Done:
-        ended = request.ended or request.arrived
-        scheduled = ended if request.scheduled is None else request.scheduled
-        first_token = ended if request.first_token is None else request.first_token
-        return Done(
-            rid=request.rid,
-            prompt_tokens=len(request.prompt),
-            cached_tokens=0,
-            completion_tokens=sum(len(sequence.output) for sequence in request.sequences),
-            queue_time=scheduled - request.arrived,
-            prefill_time=first_token - scheduled,
-            decode_time=ended - first_token,
-            preemptions=request.preemptions,
-        )
+            now = self._clock()
+            self.streams.complete(request, _done(request, now), now)
+            self.stats.ended(request, now)
 
     def _leave_queues(self, sequence: Sequence) -> None:
         if sequence.state is State.WAITING:
             del self.waiting[sequence]
-            self._waiting_tokens -= len(sequence.request.prompt)
+            self.waiting_tokens -= len(sequence.request.prompt)
         elif sequence.state is State.PREEMPTED:
             self.preempted.remove(sequence)
         elif sequence.state is State.PREFILL:
@@ -498,3 +400,18 @@ class Scheduler:
 
 def _return_key(sequence: Sequence) -> tuple[int, int, int]:
     return (sequence.request.priority, sequence.request.order, sequence.index)
+
+
+def _done(request: Request, now: float) -> Done:
+    scheduled = now if request.scheduled is None else request.scheduled
+    first_token = now if request.first_token is None else request.first_token
+    return Done(
+        rid=request.rid,
+        prompt_tokens=len(request.prompt),
+        cached_tokens=0,
+        completion_tokens=sum(len(sequence.output) for sequence in request.sequences),
+        queue_time=scheduled - request.arrived,
+        prefill_time=first_token - scheduled,
+        decode_time=now - first_token,
+        preemptions=request.preemptions,
+    )

@@ -90,8 +90,8 @@ class SchedulerService:
             SubmitTokens: self._on_submit,
             Cancel: lambda peer, message: self._need_core().cancel(message.rid),
             Stop: lambda peer, message: self._need_core().stop(message.rid, message.seq, message.keep),
-            Resume: lambda peer, message: self._need_core().resume(message.rid, message.seq, message.offset),
-            Ack: lambda peer, message: self._need_core().acknowledge(message.rids),
+            Resume: lambda peer, message: self._need_core().streams.resume(message.rid, message.seq, message.offset),
+            Ack: lambda peer, message: self._need_core().streams.acknowledge(message.rids),
             Query: self._on_query,
             Fault: self._on_fault,
         }
@@ -169,7 +169,7 @@ class SchedulerService:
                 self._send_frames(self._workers, member.raw, frames)
             if self._plan_log is not None:
                 self._plan_log.write(plan, core)
-        for outbox in core.outboxes():
+        for outbox in core.streams.ready():
             self._send(self._clients, outbox.owner, outbox.take(core.last_step))
 
     def _tick(self, now: float) -> None:
@@ -201,7 +201,7 @@ class SchedulerService:
         log.log(logging.ERROR if code else logging.INFO, "ending: %s", message)
         if self._core is not None:
             self._core.end_all(message)
-            for outbox in self._core.outboxes():
+            for outbox in self._core.streams.ready():
                 self._send(self._clients, outbox.owner, outbox.take(self._core.last_step))
         for peer in self._worker_peers:
             self._send(self._workers, peer.raw, Goodbye(message))
@@ -406,7 +406,7 @@ class SchedulerService:
                 "running": load.running,
                 "waiting": load.waiting,
                 "preempted": load.preempted,
-                "requests": len(self._core.requests),
+                "requests": len(self._core.streams.requests),
                 "blocks_used": load.blocks_used,
                 "blocks_total": load.blocks_total,
                 "steps_in_flight": [step.step_id for step in self._core.steps],

@@ -1,0 +1,38 @@
+"""What must hold between any two calls of the scheduler."""
+
+from __future__ import annotations
+
+from services.scheduler.request import State
+from services.scheduler.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raises AssertionError when blocks, tables, slots, queues and steps contradict one another."""
+    requests, rows, steps, limits = scheduler.streams.requests, scheduler.rows, scheduler.steps, scheduler.limits
+    sequences = [sequence for request in requests.values() for sequence in request.sequences]
+    tables = [sequence.blocks for sequence in sequences if sequence.blocks]
+    scheduler.pool.check_invariants([*tables, *(step.reclaim for step in steps)])
+    assert len(steps) <= MAX_STEPS_IN_FLIGHT
+
+    occupants = rows.occupants()
+    by_state = {state: {s for s in sequences if s.state is state} for state in State}
+    assert by_state[State.PREFILL] | by_state[State.DECODE] == set(occupants)
+    assert by_state[State.PREFILL] == set(scheduler.prefilling)
+    assert by_state[State.PREEMPTED] == set(scheduler.preempted)
+    assert by_state[State.WAITING] == set(scheduler.waiting)
+    assert scheduler.waiting_tokens == sum(len(sequence.request.prompt) for sequence in scheduler.waiting)
+    in_flight = {sequence for step in steps for sequence in step.sequences}
+    assert by_state[State.DRAIN] <= in_flight, "a draining sequence waits for no step"
+    assert set(scheduler.streams.unacknowledged) == {r.rid for r in requests.values() if r.done is not None}
+
+    for sequence in sequences:
+        assert (sequence.finished is not None) == (sequence.state is State.FINISHED)
+        assert bool(sequence.blocks) == (sequence.slot >= 0), "blocks without a slot"
+        assert len(sequence.output) <= sequence.request.max_tokens
+    for sequence in occupants:
+        slot, decoding = sequence.slot, bool(rows.decoding[sequence.slot])
+        assert rows.sequences[slot] is sequence
+        assert decoding == (sequence.state is State.DECODE)
+        length = int(rows.length[slot]) if decoding else sequence.computed
+        assert len(sequence.blocks) == limits.blocks_for(length), "more or fewer blocks than its tokens need"
+        assert length < limits.max_model_len

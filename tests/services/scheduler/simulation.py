@@ -1,0 +1,232 @@
+"""The pure scheduler driven against the null executor's checking memory, with results as late as a test wants."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from services.scheduler.invariants import check
+from services.scheduler.limits import Limits
+from services.scheduler.scheduler import Scheduler
+from services.scheduler.stats import Stats
+from services.worker.executor import StepOutput
+from services.worker.null import BASE, NullExecutor
+from shared.sampling import SamplingParams
+from shared.wire import Accept, Done, Finished, Plan, SubmitTokens
+
+EOS = 2
+VOCAB = 64
+OWNER = b"tokenizer:0:0123456789abcdef"
+MASK = (1 << 64) - 1
+
+
+def toy_output(prompt: list[int], count: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
+    """The null model's answer, computed token by token with Python's integers; ends at an EOS."""
+    allowed = [token for token in range(VOCAB) if token != EOS]
+    total = sum((token + 1) * pow(BASE, position, 1 << 64) for position, token in enumerate(prompt)) & MASK
+    position, output = len(prompt), []
+    for _ in range(count):
+        mixed = _mix((total + (_mix((seed + 1) & MASK) if temperature > 0 else 0)) & MASK)
+        token = EOS if temperature > 1 and mixed >> 60 == 0 else allowed[mixed % len(allowed)]
+        output.append(token)
+        if token == EOS:
+            break
+        total = (total + (token + 1) * pow(BASE, position, 1 << 64)) & MASK
+        position += 1
+    return output
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+class Simulation:
+    """One scheduler, one worker, one tokenizer. Each step is planned, executed and retired by a call of its own.
+
+    After every call the scheduler's invariants are checked, and that no block named by a step in flight is free.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_num_queued_reqs: int = 1000,
+        max_model_len: int = 2048,
+    ) -> None:
+        limits = Limits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=min(max_model_len, (num_blocks - 1) * block_size),
+            vocab_size=VOCAB,
+            eos_ids=frozenset([EOS]),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_queued_reqs=max_num_queued_reqs,
+        )
+        self.now = 0.0
+        self.limits = limits
+        self.scheduler = Scheduler(limits, Stats(limits), scheduler_epoch=1, worker_epoch=2, clock=lambda: self.now)
+        self.executor = self.new_executor()
+        self.plans: list[Plan] = []
+        self.sent: deque[Plan] = deque()
+        self.executed: deque[tuple[int, StepOutput]] = deque()
+        self.outputs: dict[tuple[int, int], list[int]] = {}
+        self.finished: dict[tuple[int, int], Finished] = {}
+        self.done: dict[int, Done] = {}
+        self._tables: dict[int, list[int]] = {}
+        self._decoding: set[int] = set()
+        self._named: dict[int, set[int]] = {}  # step in flight → blocks it names
+
+    def new_executor(self) -> NullExecutor:
+        return NullExecutor(
+            num_blocks=self.limits.num_blocks,
+            block_size=self.limits.block_size,
+            max_model_len=self.limits.max_model_len,
+            max_num_seqs=self.limits.max_num_seqs,
+            vocab_size=VOCAB,
+            eos_ids=[EOS],
+            verify=True,
+        )
+
+    def submit(
+        self,
+        rid: int,
+        prompt: list[int],
+        max_tokens: int,
+        generated: list[list[int]] | None = None,
+        owner: bytes = OWNER,
+        priority: int = 0,
+        **sampling: Any,
+    ) -> Accept | None:
+        params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
+        counts = [len(ids) for ids in generated or []]
+        ids = np.asarray([token for ids in generated or [] for token in ids], dtype=np.int32)
+        message = SubmitTokens(
+            rid,
+            f"req-{rid}",
+            params,
+            np.asarray(prompt, dtype=np.int32),
+            priority=priority,
+            generated=ids,
+            generated_counts=counts,
+        )
+        for index, known in enumerate(generated or []):
+            self.outputs.setdefault((rid, index), list(known))
+        accept = self.scheduler.submit(owner, message)
+        self.check()
+        return accept
+
+    def plan(self) -> Plan | None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.plans.append(plan)
+            self.sent.append(plan)
+            self._note_named(plan)
+        self.check()
+        return plan
+
+    def execute(self) -> bool:
+        """The worker runs its next plan."""
+        if self.sent:
+            plan = self.sent.popleft()
+            self.executed.append((plan.step_id, self.executor.execute(plan)))
+            return True
+        return False
+
+    def retire(self) -> bool:
+        """The next result arrives."""
+        if self.executed:
+            step_id, output = self.executed.popleft()
+            del self._named[step_id]
+            self.scheduler.retire(step_id, output.slots, output.ids)
+            self.check()
+            return True
+        return False
+
+    def round(self) -> None:
+        """What a busy server does: two plans in flight, then the older one's result."""
+        while self.plan() is not None:
+            pass
+        self.execute()
+        self.retire()
+
+    def drain(self, most: int = 10_000) -> None:
+        for _ in range(most):
+            if not (self.scheduler.steps or self.scheduler.load.running or self.scheduler.load.waiting):
+                break
+            self.round()
+        else:
+            raise AssertionError(f"not finished after {most} rounds: {self.scheduler.load}")
+        self.receive()
+
+    def restart(self) -> None:
+        """The worker lost its rows."""
+        self.sent.clear()
+        self.executed.clear()
+        self._named.clear()
+        self.executor = self.new_executor()
+        self.scheduler.restart(worker_epoch=3)
+        self.check()
+
+    def receive(self, acknowledge: bool = True) -> None:
+        """The tokenizer reads what has come."""
+        for outbox in self.scheduler.streams.ready():
+            message = outbox.take(self.scheduler.last_step)
+            ids, start = message.ids.tolist(), 0
+            columns = zip(message.rids, message.seqs, message.offsets, message.counts, strict=True)
+            for rid, seq, offset, count in columns:
+                output = self.outputs.setdefault((rid, seq), [])
+                assert offset <= len(output), "a gap in the stream"
+                piece = ids[start : start + count]
+                overlap = output[offset : offset + count]
+                assert overlap == piece[: len(overlap)], "a token was sent twice with two values"
+                output[offset : offset + count] = piece
+                start += count
+            self.finished |= {(finished.rid, finished.seq): finished for finished in message.finished}
+            self.done |= {done.rid: done for done in message.done}
+            if acknowledge:
+                self.scheduler.streams.acknowledge([done.rid for done in message.done])
+        self.check()
+
+    def blocks_of(self, rid: int) -> int:
+        return sum(len(sequence.blocks) for sequence in self.scheduler.streams.requests[rid].sequences)
+
+    def check(self) -> None:
+        check(self.scheduler)
+        for step, blocks in self._named.items():
+            freed = [block for block in blocks if not self.scheduler.pool.references(block)]
+            assert not freed, f"blocks {freed} are free while step {step} is in flight"
+
+    def check_nothing_is_left(self) -> None:
+        scheduler = self.scheduler
+        assert not scheduler.streams.requests
+        assert not scheduler.steps
+        assert scheduler.pool.num_used == 0
+        assert scheduler.rows.num_used == 0
+        assert not self._named
+
+    def _note_named(self, plan: Plan) -> None:
+        """The blocks a plan names, from the plans alone."""
+        if plan.full:
+            self._tables.clear()
+            self._decoding.clear()
+        for slot in plan.release:
+            del self._tables[slot]
+            self._decoding.discard(slot)
+        decoding = set(self._decoding)
+        start = 0
+        for slot, count in zip(plan.table_slots, plan.table_lens, strict=True):
+            self._tables[slot] = plan.table_blocks[start : start + count].tolist()
+            start += count
+        for slot, block in zip(plan.append_slots.tolist(), plan.append_blocks.tolist(), strict=True):
+            self._tables[slot].append(block)
+        self._decoding.update(slot for samples in plan.chunk_samples for slot in samples)
+        active = decoding | set(plan.chunk_slots)
+        self._named[plan.step_id] = {block for slot in active for block in self._tables[slot]}
