@@ -153,6 +153,7 @@ class WorkerService:
                 self._malformed.inc()
                 log.warning("malformed message from the scheduler: %s", error)
                 self._send(Fault(str(error)))
+            self._obey()  # under load the next plan is always here already, so this loop goes on and on
 
     def _handle(self, message: Message) -> None:
         match message:
