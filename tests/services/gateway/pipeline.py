@@ -1,4 +1,4 @@
-"""The rest of the pipeline as a gateway sees it: a scheduler and tokenizers that speak the wire protocol on raw sockets.
+"""The rest of the pipeline as a gateway sees it: scheduler and tokenizers that speak the wire protocol on raw sockets.
 
 A test scripts them by hand (``submitted``, ``accept``, ``text``, ``finish``), or lets a tokenizer answer by itself.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import shutil
 import socket
 import subprocess
@@ -99,6 +100,7 @@ class Peer:
         router = context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        router.setsockopt(zmq.SNDHWM, 0)
         router.bind(self.address)
         try:
             while not self._ending:
@@ -223,7 +225,7 @@ class Gateway:
     """A real gateway process on a free port."""
 
     def __init__(self, base: str, *options: str, env: dict[str, str] | None = None) -> None:
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("a+")  # noqa: SIM115 (closed with the process)
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
@@ -265,6 +267,14 @@ class Gateway:
     def output(self) -> str:
         self.log.seek(0)
         return self.log.read()
+
+    def wait_log(self, pattern: str, timeout: float = 10.0) -> str:
+        """The log once ``pattern`` is in it."""
+        due = time.monotonic() + timeout
+        while not re.search(pattern, log := self.output()):
+            assert time.monotonic() < due, log
+            time.sleep(0.02)
+        return log
 
     def close(self) -> None:
         if self.process.poll() is None:
