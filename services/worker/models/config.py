@@ -128,11 +128,11 @@ def _rope_params(config: Any) -> dict[str, Any]:
 
 
 def _windows(architecture: str, config: Any) -> tuple[int, ...]:
-    window = getattr(config, "sliding_window", None) or 0
+    window = int(getattr(config, "sliding_window", None) or 0)
     if architecture == "LlamaForCausalLM":
         window = 0
     if architecture == "MistralForCausalLM":
-        return (window,) * config.num_hidden_layers
+        return (window,) * int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if len(kinds) != config.num_hidden_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(f"config.json: layer_types {kinds} do not describe {config.num_hidden_layers} layers")
