@@ -96,7 +96,9 @@ class Pieces:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self._special = {id for id, token in backend.get_added_tokens_decoder().items() if token.special}
-        steps = _steps(json.loads(backend.to_str())["decoder"])
+        if backend.decoder is None:
+            raise ConfigError("the tokenizer has no decoder, so its tokens cannot be joined to text")
+        steps = _steps(json.loads(backend.decoder.__getstate__()))  # its part of tokenizer.json
         kinds = [step["type"] for step in steps]
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
@@ -144,9 +146,7 @@ class Pieces:
         return token.encode()
 
 
-def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if decoder is None:
-        raise ConfigError("the tokenizer has no decoder, so its tokens cannot be joined to text")
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for inner in decoder["decoders"] for step in _steps(inner)]

@@ -74,7 +74,7 @@ class Encoder:
         if "" in message.stop:
             raise RequestError("stop contains an empty string", param="stop")
         if message.messages is not None:
-            ids = self._chat(message.messages, message.template_kwargs, False, limits, wanted)
+            ids = self._chat(message.messages, message.template_kwargs, message.add_special_tokens, limits, wanted)
         elif message.prompt is not None:
             ids = self._encode(message.prompt, message.add_special_tokens, limits, wanted, param)
             if not len(ids) and self._tokenizer.bos_id is not None:
@@ -100,7 +100,6 @@ class Encoder:
         limits: Welcome,
         wanted: int | None,
     ) -> Int32:
-        """A template writes its own BOS, so special tokens are not added to a conversation unless asked for."""
         conversation = normalize(messages)
         for name in RESERVED_VARIABLES:
             if name in options:
@@ -133,6 +132,7 @@ class Encoder:
             raise _too_long(-(-characters // longest), wanted, limits.max_model_len, param, "at least ")
 
     def _tokenize(self, args: dict[str, Any], limits: Welcome) -> dict[str, Any]:
+        # A template writes its own BOS, so special tokens are not added to a conversation unless asked for.
         special = _flag(args, "add_special_tokens", "messages" not in args)
         if "messages" in args:
             options = dict(args.get("chat_template_kwargs") or {})

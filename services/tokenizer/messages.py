@@ -15,7 +15,7 @@ def normalize(messages: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a non-empty array", param="messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_message(message, f"messages.{i}") for i, message in enumerate(messages)]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -43,13 +43,13 @@ def _content(content: Any, where: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind is None:
-            raise RequestError(f"{where}[{i}] must be an object with a type", param=f"{where}[{i}]")
+            raise RequestError(f"{where}.{i} must be an object with a type", param=f"{where}.{i}")
         if kind != "text":
             raise RequestError(
-                f"{where}[{i}].type is {kind!r}; this model takes only 'text' parts", param=f"{where}[{i}].type"
+                f"{where}.{i}.type is {kind!r}; this model takes only 'text' parts", param=f"{where}.{i}.type"
             )
         if not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}[{i}].text must be a string", param=f"{where}[{i}].text")
+            raise RequestError(f"{where}.{i}.text must be a string", param=f"{where}.{i}.text")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -62,13 +62,13 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise RequestError(f"{where}[{i}].function must be an object", param=f"{where}[{i}].function")
+            raise RequestError(f"{where}.{i}.function must be an object", param=f"{where}.{i}.function")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments) if arguments else {}
             except (ValueError, RecursionError) as error:
-                name = f"{where}[{i}].function.arguments"
+                name = f"{where}.{i}.function.arguments"
                 raise RequestError(f"{name} is not valid JSON: {error}", param=name) from error
         result.append({**call, "function": {**function, "arguments": arguments}})
     return result

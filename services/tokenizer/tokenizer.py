@@ -1,8 +1,9 @@
 """A model's tokenizer as loaded from its folder: text to ids, ids to pieces, and its chat template.
 
 ``tokenizer.json`` is read by the ``tokenizers`` library directly: importing transformers takes three seconds and all
-of torch. What transformers adds on top of that file (special tokens named in ``tokenizer_config.json``,
-``add_bos_token``) is applied here, and tests hold both to equal ids.
+of torch. What transformers adds on top of that file (special tokens that only ``tokenizer_config.json`` names) is
+applied here; ``add_bos_token`` there has no effect in either, as the file's own post-processor decides. Tests hold both
+to equal ids.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from services.tokenizer.detokenizer import Pieces
 from services.tokenizer.template import ChatTemplate
@@ -62,7 +62,6 @@ class Tokenizer:
             with tempfile.TemporaryDirectory() as scratch:
                 backend = _from_file(_convert(folder, Path(scratch)))
         _add_tokens(backend, config, list(specials.values()))
-        _add_bos_and_eos(backend, config, specials)
         sources = _templates(folder, config)
         if chat_template:
             try:
@@ -101,8 +100,7 @@ class Tokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         longest = max((len(token.encode()) for token in vocabulary), default=1)
         # Canonical composition (NFC) can join up to three characters before the vocabulary sees them; others join more.
-        normalizer = json.loads(self._backend.to_str())["normalizer"]
-        return longest * (1 if normalizer is None else 4)
+        return longest * (1 if self._backend.normalizer is None else 4)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -164,21 +162,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named: li
         if token not in present and backend.token_to_id(token) is not None:
             backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
             present.add(token)
-
-
-def _add_bos_and_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], specials: dict[str, str]) -> None:
-    """Where the configuration says whether BOS and EOS are added, it decides, not tokenizer.json."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    around = []
-    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        token = specials.get(name)
-        wanted = bool(config.get(flag)) and token is not None and backend.token_to_id(token) is not None
-        around.append(token if wanted else None)
-    bos, eos = around
-    pieces = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    used = [(token, backend.token_to_id(token)) for token in around if token]
-    backend.post_processor = TemplateProcessing(single=pieces, special_tokens=used)
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
