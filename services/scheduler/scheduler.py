@@ -190,10 +190,10 @@ class Scheduler:
     def retire(self, step_id: int, slots: Int32, ids: Int32) -> None:
         """Takes in the result of the oldest step in flight: its tokens count, and what it alone named is free."""
         if not self.steps or self.steps[0].step_id != step_id:
-            raise StepError(f"step {step_id} is not the oldest in flight")
+            raise StepError(f"worker rank 0 answered step {step_id}, which is not the oldest in flight")
+        if not np.array_equal(slots, self.steps[0].slots) or len(ids) != len(slots):
+            raise StepError(f"worker rank 0 answered other slots than those of step {step_id}")
         step = self.steps.popleft()
-        if not np.array_equal(slots, step.slots):
-            raise StepError(f"the result of step {step_id} is for slots {slots.tolist()}, not {step.slots.tolist()}")
         now = self._clock()
         delivered = 0
         for sequence, token in zip(step.sequences, ids.tolist(), strict=True):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from services.scheduler.invariants import check
 from services.scheduler.limits import Limits
@@ -13,6 +12,7 @@ from services.scheduler.scheduler import Scheduler
 from services.scheduler.stats import Stats
 from services.worker.executor import StepOutput
 from services.worker.null import BASE, NullExecutor
+from shared.codec import int32
 from shared.sampling import SamplingParams
 from shared.wire import Accept, Done, Finished, Plan, SubmitTokens
 
@@ -95,6 +95,27 @@ class Simulation:
             verify=True,
         )
 
+    def message(
+        self,
+        rid: int,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        generated: Sequence[int] = (),
+        counts: Sequence[int] = (),
+        priority: int = 0,
+        **sampling: Any,
+    ) -> SubmitTokens:
+        return SubmitTokens(
+            rid,
+            f"req-{rid}",
+            SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling}),
+            int32(prompt),
+            priority=priority,
+            generated=int32(generated),
+            generated_counts=list(counts),
+        )
+
     def submit(
         self,
         rid: int,
@@ -105,20 +126,18 @@ class Simulation:
         priority: int = 0,
         **sampling: Any,
     ) -> Accept | None:
-        params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
-        counts = [len(ids) for ids in generated or []]
-        ids = np.asarray([token for ids in generated or [] for token in ids], dtype=np.int32)
-        message = SubmitTokens(
+        known = generated or []
+        message = self.message(
             rid,
-            f"req-{rid}",
-            params,
-            np.asarray(prompt, dtype=np.int32),
+            prompt,
+            max_tokens,
+            generated=[token for ids in known for token in ids],
+            counts=[len(ids) for ids in known],
             priority=priority,
-            generated=ids,
-            generated_counts=counts,
+            **sampling,
         )
-        for index, known in enumerate(generated or []):
-            self.outputs.setdefault((rid, index), list(known))
+        for index, ids in enumerate(known):
+            self.outputs.setdefault((rid, index), list(ids))
         accept = self.scheduler.submit(owner, message)
         self.check()
         return accept
@@ -157,14 +176,17 @@ class Simulation:
         self.execute()
         self.retire()
 
-    def drain(self, most: int = 10_000) -> None:
+    def drain(self) -> None:
+        self.drain_without_receiving()
+        self.receive()
+
+    def drain_without_receiving(self, most: int = 10_000) -> None:
         for _ in range(most):
             if not (self.scheduler.steps or self.scheduler.load.running or self.scheduler.load.waiting):
                 break
             self.round()
         else:
             raise AssertionError(f"not finished after {most} rounds: {self.scheduler.load}")
-        self.receive()
 
     def restart(self) -> None:
         """The worker lost its rows."""

@@ -97,9 +97,9 @@ class Driver:
         self.simulation.check_nothing_is_left()
         for key, expected in self.expected.items():
             output, finished = self.simulation.outputs.get(key, []), self.simulation.finished[key]
-            if key in self.keeps and finished.reason == "stop" and finished.tokens == self.keeps[key]:
-                expected = expected[: finished.tokens]
-            elif key[0] in self.cancelled and finished.reason == "abort":
+            if (key in self.keeps and finished.reason == "stop" and finished.tokens == self.keeps[key]) or (
+                key[0] in self.cancelled and finished.reason == "abort"
+            ):
                 expected = expected[: finished.tokens]
             else:
                 assert finished.reason == ("stop" if expected[-1] == EOS else "length")
