@@ -46,6 +46,8 @@ from shared.wire import (
 
 log = logging.getLogger(__name__)
 
+UNREACHABLE = "the scheduler cannot be reached"
+
 
 class Service:
     """One tokenizer process. ``run`` serves until ``drain`` or ``stop`` is called, and returns the exit code.
@@ -258,8 +260,10 @@ class Service:
 
     def _submit(self, peer: Peer, message: SubmitText) -> None:
         if self._limits is None or self._draining:
-            why = "the server is shutting down" if self._draining else "the scheduler cannot be reached"
-            self._to_gateway(peer.raw, Reject(message.rid, 503, "unavailable", "", why, 1.0))
+            code, why = (
+                ("draining", "this tokenizer is shutting down") if self._draining else ("unavailable", UNREACHABLE)
+            )
+            self._to_gateway(peer.raw, Reject(message.rid, 503, code, "", why, 1.0))
             return
         self._streams.submit(peer.raw, message, self._limits)
 
@@ -271,7 +275,7 @@ class Service:
     async def _answer(self, raw: bytes, query: Query) -> None:
         try:
             if self._limits is None:
-                raise RequestError("the scheduler cannot be reached", status=503, code="unavailable")
+                raise RequestError(UNREACHABLE, status=503, code="unavailable")
             if query.what == "tokenize":
                 body = await self._encoder.tokenize(query.args, self._limits)
             elif query.what == "detokenize":
