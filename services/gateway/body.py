@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 
+from services.gateway.calls import ClientGone
 from shared.errors import RequestError
 
 MIN_VALUES = 1 << 18  # JSON values a body may always hold
+READ_TIMEOUT = 60.0  # seconds a client may pause in the middle of its body
 
 
 async def read_json(request: Request, max_bytes: int, max_model_len: int) -> dict[str, Any]:
@@ -44,8 +47,18 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     if length.isdecimal() and int(length) > max_bytes:
         raise too_long
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
+    more = True
+    while more:
+        try:
+            message = await asyncio.wait_for(request.receive(), READ_TIMEOUT)
+        except TimeoutError:
+            raise RequestError(
+                f"nothing of the request body came for {READ_TIMEOUT:g} s", status=408, code="timeout"
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
         if len(body) > max_bytes:
             raise too_long
     return bytes(body)

@@ -384,8 +384,7 @@ class Engine:
         if request.first_token is None:
             request.first_token = now
             self.metrics.first_token.observe(now - request.arrived)
-            tokens -= 1
-        if tokens > 0:
+        else:
             self.metrics.inter_token.observe((now - request.last_token) / tokens, tokens)
         request.last_token = now
 

@@ -6,6 +6,7 @@ only at the value that asks for nothing. So no client is told that a wish was gr
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from shared.errors import RequestError
@@ -67,14 +68,19 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
 }
 
 
-def drop_without_effect(body: dict[str, Any]) -> dict[str, Any]:
-    """``body`` without the fields of both tables. Raises RequestError for one that asks for something."""
+def drop_without_effect(body: dict[str, Any], known: Container[str]) -> dict[str, Any]:
+    """``body`` without the fields of both tables.
+
+    Raises RequestError for one of them that asks for something, and for the first field that is not ``known`` either.
+    """
     kept = {}
     for name, value in body.items():
         if name in WITHOUT_EFFECT:
             continue
-        if name not in ONLY_AT:
+        if name in known:
             kept[name] = value
+        elif name not in ONLY_AT:
+            raise unknown_field(name)
         elif value is not None and not any(type(value) is type(one) and value == one for one in ONLY_AT[name]):
             allowed = " or ".join(repr(one) for one in (*ONLY_AT[name], None)).replace("None", "null")
             raise RequestError(
@@ -83,6 +89,11 @@ def drop_without_effect(body: dict[str, Any]) -> dict[str, Any]:
                 param=name,
             )
     return kept
+
+
+def unknown_field(path: str) -> RequestError:
+    path = path[:100]
+    return RequestError(f"{path}: this field is not known", code="unknown_parameter", param=path)
 
 
 def shown(value: Any, limit: int = 80) -> str:

@@ -119,7 +119,6 @@ class Generation(Generic[R]):
         asked.check()
         state = scope["state"]
         submits = self._shape.submits(asked, limits, state["request_id"], state["tenant"])
-        del body  # a long prompt need not live as long as its answer
         with self._engine.call(submits) as call:
             async with _watched(receive, call):
                 await call.accepted(self._config.accept_timeout)

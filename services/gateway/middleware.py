@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.calls import ClientGone
@@ -75,7 +74,7 @@ class Errors:
         try:
             await self._app(scope, receive, sending)
             return
-        except (ClientGone, ClientDisconnect):
+        except ClientGone:
             return
         except RequestError as caught:
             error = caught

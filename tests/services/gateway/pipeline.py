@@ -255,7 +255,7 @@ class Gateway:
 
     def wait_answering(self, path: str = "/ready", status: int = 200, timeout: float = 20.0) -> httpx.Response:
         due = time.monotonic() + timeout
-        last: Any = None
+        last: httpx.Response | None = None
         while time.monotonic() < due:
             with contextlib.suppress(httpx.TransportError):
                 last = httpx.get(self.url + path)

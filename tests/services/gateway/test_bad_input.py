@@ -91,7 +91,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.status_code == status, response.text
-    error = response.json()["error"]
+    error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
 
@@ -199,8 +199,10 @@ def test_bad_requests_never_reach_the_tokenizer(pipeline: Pipeline, client: http
         b'{"messages": [' + b"{}," * (2 << 20) + b"{}]}",
         b'{"prompt": "' + b"\\n" * (4 << 20) + b'"',
         b'{"prompt": ["' + b'","' * (2 << 20) + b'"]}',
+        b"{" + b",".join(b'"%d":0' % number for number in range(250_000)) + b"}",
+        b'{"prompt": ["' + b'","' * 200_000 + b'"]}',
     ],
-    ids=["ids", "lists", "messages", "escapes", "strings"],
+    ids=["ids", "lists", "messages", "escapes", "strings", "fields", "many-but-allowed"],
 )
 def test_health_answers_beside_hostile_bodies(pipeline: Pipeline, client: httpx.Client, body: bytes) -> None:
     """Bodies near the limit that cost most to parse are refused without stalling the loop.

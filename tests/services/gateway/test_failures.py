@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Any
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from shared.codec import int32
-from shared.wire import Accept, Cancel, Fault
+from shared.wire import Accept, Cancel, Fault, SubmitText
 from tests.services.gateway.background import CHAT, Posted, Streamed
 from tests.services.gateway.pipeline import Answer, Gateway, Pipeline, running
 
@@ -120,12 +120,9 @@ def test_a_tokenizer_that_leaves() -> None:
             assert waiting.response().json()["choices"][0]["message"]["content"] == "x"
 
 
-def replaced(before: Answer, after: Answer) -> Any:
+def replaced(before: Answer, after: Answer) -> SubmitText:
     """Arrays do not compare as a whole; everything else must be equal."""
-    import dataclasses
-
-    arrays = {"prompt_ids": after.submit.prompt_ids, "generated": after.submit.generated}
-    return dataclasses.replace(before.submit, **arrays)
+    return replace(before.submit, prompt_ids=after.submit.prompt_ids, generated=after.submit.generated)
 
 
 def test_a_silent_tokenizer_counts_as_lost() -> None:
