@@ -7,12 +7,14 @@ gateway, serve      ``/ready`` answers 200 where the process listens
 scheduler           its loop answers a message from a stranger, namely with HELLO_REQUIRED
 tokenizer, worker   it is not stopped and holds a connection to the scheduler. Whether it makes progress is the
                     scheduler's to judge, by heartbeats, and shows in the gateways' ``/ready``.
+
+Usage: healthcheck.py [PID], by default the container's first Quire process.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,21 +63,30 @@ class Process:
         return next(config for config in configs if isinstance(config, wanted))
 
 
-def processes(proc: Path = Path("/proc")) -> Iterator[Process]:
-    """The Quire processes of this container, oldest first (``quire serve`` comes before its children)."""
-    for pid in sorted(int(entry.name) for entry in proc.iterdir() if entry.name.isdecimal()):
-        try:
-            argv = (proc / str(pid) / "cmdline").read_bytes().decode().split("\0")[:-1]
-            # An init's command line has the same words, but not a Python in front.
-            if not (len(argv) > 2 and "python" in Path(argv[0]).name and Path(argv[1]).name == "quire"):
-                continue
-            if argv[2] not in OPTIONS:
-                continue
-            pairs = (proc / str(pid) / "environ").read_bytes().decode().split("\0")
-            state = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
-        yield Process(pid, argv[2], argv[3:], dict(pair.split("=", 1) for pair in pairs if "=" in pair), state)
+def find() -> Process | None:
+    """The container's oldest Quire process: ``quire serve`` comes before its children."""
+    pids = sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    return next((process for pid in pids if (process := read(pid)) is not None), None)
+
+
+def read(pid: int) -> Process | None:
+    """None when ``pid`` is gone or something else."""
+    folder = Path("/proc") / str(pid)
+    try:
+        argv = (folder / "cmdline").read_bytes().decode().split("\0")[:-1]
+        # An init's command line has the same words, but no Python in front.
+        if (
+            len(argv) < 3
+            or "python" not in Path(argv[0]).name
+            or Path(argv[1]).name != "quire"
+            or argv[2] not in CHECKS
+        ):
+            return None
+        pairs = (folder / "environ").read_bytes().decode().split("\0")
+        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return Process(pid, argv[2], argv[3:], dict(pair.split("=", 1) for pair in pairs if "=" in pair), state)
 
 
 def check_http(process: Process) -> str:
@@ -123,7 +134,7 @@ CHECKS: dict[str, Callable[[Process], str]] = {
 
 
 def main() -> int:
-    process = next(processes(), None)
+    process = read(int(sys.argv[1])) if len(sys.argv) > 1 else find()
     try:
         problem = CHECKS[process.role](process) if process else "no quire process runs here"
     except (ConfigError, zmq.ZMQError, OSError) as error:
