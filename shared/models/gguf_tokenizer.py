@@ -65,7 +65,11 @@ def tokenizer(file: GGUFFile) -> Tokenizer:
     tokens, kinds = _tokens(file), _kinds(file)
     # Ids are those of the vocabulary, which holds these tokens already; adding them makes them match before all else.
     made.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k in _SPECIAL and t]
+        [
+            AddedToken(t, special=True, normalized=False)
+            for t, k in zip(tokens, kinds, strict=True)
+            if k in _SPECIAL and t
+        ]
     )
     made.add_tokens(
         [

@@ -16,6 +16,21 @@ from shared.models.gguf_config import config, end_ids, generation_config
 from shared.models.gguf_file import GGUFFile
 from tests.shared.models.build import Writer, tiny
 
+COMPARED = [
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "eos_token_id",
+    "hidden_act",
+]
+
 
 def read(path: Path) -> dict[str, Any]:
     return config(GGUFFile.read(path))
@@ -34,7 +49,7 @@ def test_the_config_is_the_one_transformers_reads_from_the_file(tmp_path: Path, 
     ours = as_transformers_config(path, tmp_path / "folder")
     theirs = AutoConfig.from_pretrained(str(tmp_path), gguf_file="m.gguf")
     assert type(ours) is type(theirs)
-    for name in ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rope_parameters", "tie_word_embeddings", "eos_token_id", "hidden_act"]:
+    for name in COMPARED:
         if arch == "qwen2" and name == "head_dim":
             continue
         assert getattr(ours, name) == getattr(theirs, name), name

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -130,11 +131,11 @@ def sentencepiece_file(path: Path, **extra: object) -> tuple[Path, list[str], li
 
 
 def by_scores(text: str, tokens: list[str], scores: list[float]) -> list[int]:
-    """SentencePiece's BPE as llama.cpp does it: the best-scored pair first, the leftmost of equals; bytes for the rest."""
+    """SentencePiece's BPE as llama.cpp does it: best score first, then leftmost; bytes for the rest."""
     index = {token: i for i, token in enumerate(tokens)}
     symbols = list(text.replace(" ", "▁"))
     while True:
-        pairs = [(-scores[index[a + b]], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in index]
+        pairs = [(-scores[index[a + b]], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in index]
         if not pairs:
             break
         _, at = min(pairs)
