@@ -11,7 +11,7 @@ from starlette.requests import Request
 from services.gateway.calls import ClientGone
 from shared.errors import RequestError
 
-MIN_VALUES = 1 << 18  # JSON values a body may always hold
+MIN_VALUES = 1 << 17  # JSON values a body may always hold
 READ_TIMEOUT = 60.0  # seconds a client may pause in the middle of its body
 
 
@@ -65,7 +65,10 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _values_exceed(raw: bytes, limit: int) -> bool:
-    """Whether ``raw``, if it is JSON, holds more than ``limit`` values (about), by counting without parsing."""
+    """Whether ``raw``, if it is JSON, holds more than ``limit`` values, counted without parsing.
+
+    Commas and opening brackets are counted, so a list or object in a list counts as two.
+    """
     if _separators(raw) <= limit:
         return False
     # Separators inside strings do not count. Without escapes, every second piece between quotes is outside of strings.

@@ -199,8 +199,8 @@ def test_bad_requests_never_reach_the_tokenizer(pipeline: Pipeline, client: http
         b'{"messages": [' + b"{}," * (2 << 20) + b"{}]}",
         b'{"prompt": "' + b"\\n" * (4 << 20) + b'"',
         b'{"prompt": ["' + b'","' * (2 << 20) + b'"]}',
-        b"{" + b",".join(b'"%d":0' % number for number in range(250_000)) + b"}",
-        b'{"prompt": ["' + b'","' * 200_000 + b'"]}',
+        b"{" + b",".join(b'"%d":0' % number for number in range(120_000)) + b"}",
+        b'{"prompt": ["' + b'","' * 60_000 + b'"]}',
     ],
     ids=["ids", "lists", "messages", "escapes", "strings", "fields", "many-but-allowed"],
 )

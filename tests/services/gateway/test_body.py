@@ -1,0 +1,51 @@
+"""The limit on JSON values counts what a parser would make, without parsing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.body import parse_object
+from shared.errors import RequestError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text(alphabet='ab,[{"\\é\n'),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(alphabet='a,"\\['), inner, max_size=5),
+    max_leaves=30,
+)
+
+
+def count(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(count, inner))
+
+
+@given(st.dictionaries(st.text(alphabet='a,"\\['), VALUES, max_size=5), st.booleans())
+def test_what_holds_half_as_many_values_as_the_limit_is_never_refused(body: dict[str, Any], ascii_only: bool) -> None:
+    raw = json.dumps(body, ensure_ascii=ascii_only).encode()
+    assert parse_object(raw, 2 * count(body)) == body
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a": [%s]}' % b",".join([b"1"] * 1000),
+        b'{"a": [%s]}' % b",".join([b"[]"] * 1000),
+        b'{"a": [%s]}' % b",".join([b'"\\\\"'] * 1000),
+        b"{%s}" % b",".join(b'"k%d":""' % number for number in range(1000)),
+    ],
+    ids=["numbers", "lists", "strings", "fields"],
+)
+def test_many_values_are_refused(raw: bytes) -> None:
+    assert count(parse_object(raw, 2000)) >= 1001
+    with pytest.raises(RequestError, match="limit of 900 JSON values"):
+        parse_object(raw, 900)
+
+
+def test_separators_inside_a_long_string_do_not_count() -> None:
+    text = 'a,[{"\\' * 5000
+    assert parse_object(json.dumps({"prompt": text}).encode(), 50) == {"prompt": text}
