@@ -77,6 +77,7 @@ class Service:
             tokenizer.pieces,
             self._encoder,
             self._metrics,
+            process=self._identity.encode().decode(),
             to_scheduler=self._to_scheduler,
             to_gateway=self._to_gateway,
         )
@@ -85,7 +86,7 @@ class Service:
         self._zap = start_zap(zmq.Context(self._context), security) if endpoint.is_tcp else None
         wanted = config.bind or _free_address(endpoint, self._identity)
         self._router, self.bound = bind_router(self._context, wanted, security)
-        self.address = _advertised(config.advertise, self.bound, endpoint)
+        self.address = advertised(config.advertise, self.bound, endpoint)
         self._link = Link(
             self._context,
             self._identity.encode(),
@@ -329,7 +330,7 @@ def _remove_socket_file(address: str) -> None:
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
-def _advertised(advertise: str, bound: str, endpoint: Endpoint) -> str:
+def advertised(advertise: str, bound: str, endpoint: Endpoint) -> str:
     """Where gateways connect: ``advertise`` as host or host:port, else this host's address towards the scheduler."""
     if not bound.startswith("tcp:"):
         if advertise:

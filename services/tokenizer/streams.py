@@ -48,12 +48,15 @@ class PromptEncoder(Protocol):
 
 
 class Streams:
+    """process: this tokenizer's identity in metrics. clock: monotonic seconds."""
+
     def __init__(
         self,
         pieces: Pieces,
         encoder: PromptEncoder,
         metrics: Registry,
         *,
+        process: str,
         to_scheduler: Callable[[Message], bool],
         to_gateway: Callable[[bytes, Message], None],
         clock: Callable[[], float] = time.monotonic,
@@ -63,6 +66,9 @@ class Streams:
         self._requests: dict[int, Request] = {}
         self._cancels: dict[int, float] = {}  # rids whose SUBMIT is to be ignored, and until when
         self._encoding: set[asyncio.Task[None]] = set()
+        self._labels = (process,)
+        self._submitted = metrics.counter("quire:requests", "Requests given to a process.", ["process"])
+        self._submitted.inc(0, self._labels)
         self._encoded = metrics.counter("quire:prompts_encoded", "Prompts turned into tokens.")
         self._detokenized = metrics.counter("quire:tokens_detokenized", "Output tokens turned into text.")
         self._open = metrics.gauge("quire:tokenizer_open_requests", "Requests in this tokenizer that are not over.")
@@ -83,6 +89,7 @@ class Streams:
             return
         request = Request(message.rid, message.request_id, gateway, message.return_token_ids, self._clock())
         self._requests[message.rid] = request
+        self._submitted.inc(1, self._labels)
         task = asyncio.get_running_loop().create_task(self._encode(request, message, limits))
         self._encoding.add(task)
         task.add_done_callback(self._encoding.discard)

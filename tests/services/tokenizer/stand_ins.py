@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,21 +12,24 @@ from typing import Any, TypeVar
 
 import zmq
 
+from shared import lifeline
 from shared.ids import Identity
-from shared.transport import Endpoint, Security, bind_router, connect_dealer
+from shared.transport import Endpoint, Security, bind_router, connect_dealer, start_zap
 from shared.wire import PROTOCOL_VERSION, Heartbeat, Hello, Message, Welcome, decode, encode
 
 M = TypeVar("M", bound=Message)
 PATIENCE = 10.0  # seconds
+PLAIN = Security()
 
 
 class Scheduler:
     """A ROUTER at the clients' address. It welcomes only when told to."""
 
-    def __init__(self, base: str, *, max_model_len: int = 64, vocab_size: int = 400, epoch: int = 77) -> None:
+    def __init__(self, base: str, *, max_model_len: int = 64, security: Security = PLAIN) -> None:
         self._context = zmq.Context()
-        self.socket, _ = bind_router(self._context, Endpoint(base).clients, Security())
-        self.welcome = Welcome(epoch, 0, 16, 100, max_model_len, vocab_size, [1], "digest")
+        self._zap = start_zap(self._context, security)
+        self.socket, _ = bind_router(self._context, Endpoint(base).clients, security)
+        self.welcome = Welcome(77, 0, 16, 100, max_model_len, 400, [1], "digest")
         self.peer = b""
         self.seen: list[Message] = []
 
@@ -46,16 +50,18 @@ class Scheduler:
 
     def close(self) -> None:
         self.socket.close(0)
+        if self._zap is not None:
+            self._zap.stop()
         self._context.term()
 
 
 class Gateway:
     """A DEALER that says HELLO at once."""
 
-    def __init__(self, address: str, hello: bool = True) -> None:
+    def __init__(self, address: str, hello: bool = True, security: Security = PLAIN) -> None:
         self._context = zmq.Context()
         self.identity = Identity.fresh("gateway", 0).encode()
-        self.socket = connect_dealer(self._context, self.identity, address, Security())
+        self.socket = connect_dealer(self._context, self.identity, address, security)
         self.seen: list[Message] = []
         if hello:
             self.hello()
@@ -94,11 +100,14 @@ class Gateway:
 class Process:
     """A ``quire tokenizer`` whose log goes to a file (a pipe that nobody reads would stop it when it is full)."""
 
-    def __init__(self, model: Path | str, base: str, log: Path, *options: str) -> None:
+    def __init__(self, model: Path, base: str, log: Path, *options: str, lifeline_fd: int | None = None) -> None:
         self.log = log
         command = [sys.executable, "-m", "services.cli", "tokenizer", str(model), "--connect", base, *options]
+        env, passed = dict(os.environ), []
+        if lifeline_fd is not None:
+            env[lifeline.ENV], passed = str(lifeline_fd), [lifeline_fd]
         with log.open("w") as file:
-            self._process = subprocess.Popen(command, stderr=file)
+            self._process = subprocess.Popen(command, stderr=file, env=env, pass_fds=passed)
 
     @property
     def pid(self) -> int:

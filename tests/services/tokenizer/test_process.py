@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,9 +17,10 @@ import pytest
 import zmq
 from tokenizers import Tokenizer as Library
 
+from services.tokenizer.service import advertised
 from shared.codec import int32
 from shared.sampling import SamplingParams
-from shared.transport import Security, connect_dealer
+from shared.transport import ClusterKey, Endpoint, Security, connect_dealer
 from shared.wire import (
     Accept,
     Ack,
@@ -29,6 +33,7 @@ from shared.wire import (
     Hello,
     HelloRequired,
     Kind,
+    Message,
     Query,
     Reject,
     Reply,
@@ -63,11 +68,11 @@ def model(tmp_path_factory: pytest.TempPathFactory, library: Library) -> Path:
 class Stage:
     """A running tokenizer with both its neighbours, everybody welcomed."""
 
-    def __init__(self, model: Path, folder: Path, *options: str) -> None:
+    def __init__(self, model: Path, folder: Path, lifeline_fd: int | None = None) -> None:
         self.folder = folder
         self.base = f"ipc://{folder}"
         self.scheduler = Scheduler(self.base)
-        self.process = Process(model, self.base, folder / "log", *options)
+        self.process = Process(model, self.base, folder / "log", lifeline_fd=lifeline_fd)
         self.hello = self.scheduler.receive(Hello, 30)
         self.scheduler.send(self.scheduler.welcome)
         self.gateway = Gateway(self.hello.address)
@@ -301,6 +306,88 @@ def test_sigint_ends_open_streams_with_an_error(stage: Stage) -> None:
     assert (ended.finished[0].reason, ended.finished[0].message) == ("error", "the server is shutting down")
     assert stage.scheduler.receive(Goodbye)
     assert not list(stage.folder.glob("tokenizer-*"))
+
+
+def test_a_launcher_gives_its_reason_to_open_streams(model: Path, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    stage = Stage(model, tmp_path, lifeline_fd=read)
+    os.close(read)
+    try:
+        stage.accept(prompt("x"))
+        os.write(write, b"worker 0 was killed\n")
+        ended = stage.gateway.receive(Text)
+        assert (ended.finished[0].reason, ended.finished[0].message) == ("error", "worker 0 was killed")
+        assert stage.process.wait() == 1
+    finally:
+        os.close(write)
+        stage.close()
+
+
+def test_a_dead_launcher_leaves_no_tokenizer(model: Path, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    stage = Stage(model, tmp_path, lifeline_fd=read)
+    os.close(read)
+    os.close(write)
+    try:
+        assert stage.process.wait() == 1
+    finally:
+        stage.close()
+
+
+def test_a_five_megabyte_prompt_leaves_other_streams_alone(stage: Stage, library: Library) -> None:
+    """Hundreds of tokens of another stream go through between its arrival and its refusal or after it, none is lost."""
+    stage.accept(prompt("x"))
+    stage.gateway.send(prompt("word " * 1_000_000, rid=RID + 1))
+    ids = library.encode("the capital of Korea").ids * 20
+    for place, id in enumerate(ids):
+        stage.tokens(place, [id])
+    text, rejected = "", None
+    while len(text) < len(library.decode(ids)) or rejected is None:
+        message = stage.gateway.receive(Message)
+        if isinstance(message, Reject):
+            rejected = message
+        elif isinstance(message, Text):
+            text += "".join(message.texts)
+    assert text == library.decode(ids)
+    assert (rejected.rid, rejected.code) == (RID + 1, "context_length_exceeded")
+
+
+def test_over_tcp_the_port_is_found_and_the_key_asked_for(model: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        base = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    key_file = tmp_path / "key"
+    security = Security(ClusterKey.load(key_file))
+    scheduler = Scheduler(base, security=security)
+    process = Process(model, base, tmp_path / "log", "--cluster-key-file", str(key_file))
+    try:
+        address = scheduler.receive(Hello, 30).address
+        assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d+", address)
+        scheduler.send(scheduler.welcome)
+        friend, stranger = Gateway(address, security=security), Gateway(address, security=Security(insecure_tcp=True))
+        friend.receive(Welcome)
+        assert stranger.receives_nothing(0.5)
+        friend.close()
+        stranger.close()
+    finally:
+        process.end()
+        scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("advertise", "bound", "expected"),
+    [
+        ("", "ipc:///run/quire/tokenizer-0-ab", "ipc:///run/quire/tokenizer-0-ab"),
+        ("", "tcp://10.0.0.7:7001", "tcp://10.0.0.7:7001"),
+        ("", "tcp://0.0.0.0:7001", "tcp://127.0.0.1:7001"),
+        ("tokenizer-host", "tcp://0.0.0.0:7001", "tcp://tokenizer-host:7001"),
+        ("tokenizer-host:99", "tcp://0.0.0.0:7001", "tcp://tokenizer-host:99"),
+        ("tcp://[fd00::1]:99", "tcp://0.0.0.0:7001", "tcp://[fd00::1]:99"),
+        ("[fd00::1]", "tcp://0.0.0.0:7001", "tcp://[fd00::1]:7001"),
+    ],
+)
+def test_the_advertised_address(advertise: str, bound: str, expected: str) -> None:
+    assert advertised(advertise, bound, Endpoint("tcp://127.0.0.1:5000")) == expected
 
 
 def test_it_imports_neither_torch_nor_transformers(model: Path) -> None:

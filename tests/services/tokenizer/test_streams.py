@@ -64,6 +64,7 @@ class Table:
             Pieces(library),
             self.gate,
             Registry(),
+            process="tokenizer 0",
             to_scheduler=self._send_up,
             to_gateway=lambda raw, message: self.down.append((raw, message)),
             clock=lambda: self.now,
