@@ -74,8 +74,8 @@ class WorkerService:
         self._pulse = _Pulse(self)
 
     @property
-    def rank(self) -> int:
-        return self._rank
+    def joined(self) -> bool:
+        return self._joined
 
     @property
     def last_step(self) -> int:
@@ -262,8 +262,8 @@ class _Pulse:
                 with contextlib.suppress(WireError):
                     message = decode(sock.recv_multipart())
                     welcomed = isinstance(message, Welcome) or (welcomed and not isinstance(message, HelloRequired))
-            if lag > HEARTBEAT_INTERVAL or not welcomed:
-                heard = now  # this process itself was stopped, or has not joined
+            if lag > HEARTBEAT_INTERVAL or not self._service.joined:
+                heard = now  # this process itself was stopped, or waits for a scheduler
             beat = Heartbeat(self._service.epoch, max(self._service.last_step, 0), lag)
             with contextlib.suppress(zmq.Again):
                 sock.send_multipart(encode(beat if welcomed else self._service.hello(None)), zmq.DONTWAIT)
