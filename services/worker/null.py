@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.config import WorkerConfig
 from services.worker.executor import PlanError, StepOutput
+from shared.models import locate
 from shared.wire import Memory, NewRow, Plan
 
 DEFAULT_BLOCKS = 4096
@@ -88,20 +90,13 @@ class NullExecutor:
     @classmethod
     def from_config(cls, config: WorkerConfig) -> NullExecutor:
         """Vocabulary and EOS ids are those of the MODEL's config when there is one."""
-        vocab_size, eos_ids, max_model_len = DEFAULT_VOCAB, list(DEFAULT_EOS), DEFAULT_MODEL_LEN
+        vocab_size, eos_ids = DEFAULT_VOCAB, list(DEFAULT_EOS)
         if config.model:
-            from shared.models import locate
-
-            model = json.loads(
-                (locate(config.model, download_dir=config.download_dir).folder / "config.json").read_text()
-            )
-            vocab_size = int(model["vocab_size"])
-            eos = model.get("eos_token_id")
-            eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            vocab_size, eos_ids = _vocabulary(locate(config.model, download_dir=config.download_dir).folder)
         return cls(
             num_blocks=config.num_gpu_blocks_override or DEFAULT_BLOCKS,
             block_size=config.block_size,
-            max_model_len=config.max_model_len or max_model_len,
+            max_model_len=config.max_model_len or DEFAULT_MODEL_LEN,
             max_num_seqs=config.max_num_seqs,
             vocab_size=vocab_size,
             eos_ids=eos_ids,
@@ -144,9 +139,9 @@ class NullExecutor:
         self._paused[plan.resume] = False
         if len(plan.swap_out) or len(plan.swap_in):
             raise PlanError("the null worker has no host blocks to swap with")
+        self._copy_blocks(plan.copies.reshape(-1, 2).astype(np.int64))
         if self._verify:
             self._poison_unowned()
-        self._copy_blocks(plan.copies.reshape(-1, 2).astype(np.int64))
         for row in plan.new_rows:
             if row.length:
                 self._prefix_hash[row.slot] = self._hash[self._physical(row.slot, row.length - 1)]
@@ -299,3 +294,13 @@ def _mix(values: Array64) -> Array64:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def _vocabulary(folder: Path) -> tuple[int, list[int]]:
+    """Vocabulary size and EOS ids of a model folder; the generation config's EOS ids come before the model's."""
+    config = json.loads((folder / "config.json").read_text())
+    eos = config.get("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = json.loads(generation.read_text()).get("eos_token_id", eos)
+    return int(config["vocab_size"]), eos if isinstance(eos, list) else [] if eos is None else [eos]

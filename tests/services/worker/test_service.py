@@ -1,0 +1,179 @@
+"""The worker process's side of the plan protocol, against a raw ROUTER that plays the scheduler."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from services.scheduler.ranks import checksum
+from services.worker.executor import Executor
+from services.worker.service import WorkerService
+from shared.ids import Identity
+from shared.transport import Security, bind_router
+from shared.wire import (
+    Fault,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    HelloRequired,
+    PlanRequired,
+    Result,
+    Welcome,
+    decode,
+    encode,
+)
+from tests.services.scheduler.simulation import toy_output
+from tests.services.worker.test_null import EMPTY, executor, prefill
+from tests.services.worker.test_null import decode as decode_plan
+
+EPOCH, GROUP = 77, 55
+
+
+class FakeScheduler:
+    """A ROUTER at the workers' address, and the worker under test in a thread of its own."""
+
+    def __init__(self, folder: Path, executor: Executor, rank: int) -> None:
+        self._context = zmq.Context()
+        self._router, _ = bind_router(self._context, f"ipc://{folder}/workers", Security())
+        self.worker = WorkerService(executor, rank, f"ipc://{folder}", Security())
+        self.code: list[int] = []
+        self._thread = threading.Thread(target=lambda: self.code.append(self.worker.run()))
+        self._thread.start()
+        self.rank = b""
+
+    def receive(self, kind: type[Any], patience: float = 10.0) -> Any:
+        """The next message of a kind, with who sent it remembered; other kinds are dropped."""
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if self._router.poll(100):
+                raw, *frames = self._router.recv_multipart()
+                message = decode(frames)
+                if isinstance(message, kind):
+                    self.sender = raw
+                    return message
+        raise AssertionError(f"no {kind.__name__}")
+
+    def send(self, message: Any, to: bytes | None = None) -> None:
+        self._router.send_multipart([to or self.rank, *encode(message)])
+
+    def send_raw(self, *frames: bytes) -> None:
+        self._router.send_multipart([self.rank, *frames])
+
+    def welcome(self) -> Hello:
+        while True:
+            hello: Hello = self.receive(Hello)
+            if hello.memory is not None:
+                self.rank = self.sender
+                self.send(Welcome(EPOCH, 0, 4, 16, 40, 64, [2], "null"))
+                return hello
+
+    def step(self, plan: Any, step_id: int) -> Result:
+        self.send(replace(plan, step_id=step_id, scheduler_epoch=EPOCH, worker_epoch=GROUP))
+        result: Result = self.receive(Result)
+        return result
+
+    def join(self, patience: float = 10.0) -> int:
+        self._thread.join(patience)
+        assert not self._thread.is_alive(), "the worker did not end"
+        return self.code[0]
+
+    def close(self) -> None:
+        self.worker.stop("the test is over", 0)
+        self._thread.join(10)
+        self._router.close(0)
+        self._context.term()
+
+
+@pytest.fixture(params=[0])
+def scheduler(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeScheduler]:
+    fake = FakeScheduler(tmp_path, executor(), request.param)
+    yield fake
+    fake.close()
+
+
+def test_hello_carries_the_memory_and_the_heartbeat_thread_the_same_epoch(scheduler: FakeScheduler) -> None:
+    hello = scheduler.welcome()
+    assert hello.memory == executor().memory
+    assert Identity.decode(scheduler.rank).index == 0
+    other = scheduler.receive(Hello)
+    assert other.memory is None
+    assert other.epoch == hello.epoch
+    assert scheduler.sender != scheduler.rank
+    pulse = scheduler.sender
+    scheduler.send(Welcome(EPOCH, 0, 4, 16, 40, 64, [2], "null"), to=pulse)
+    while scheduler.receive(Heartbeat) and scheduler.sender != pulse:
+        pass
+
+
+def test_results_carry_epochs_checksum_and_ids(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    result = scheduler.step(prefill(2, [7, 8], [3], full=True), 1)
+    assert (result.step_id, result.scheduler_epoch, result.worker_epoch, result.rank) == (1, EPOCH, GROUP, 0)
+    assert (result.slots.tolist(), result.ids.tolist()) == ([2], toy_output([7, 8], 1))
+    assert result.checksum == checksum(result.slots, result.ids)
+    assert result.timings["total"] > 0
+    assert scheduler.step(decode_plan(1), 2).ids.tolist() == toy_output([7, 8], 2)[1:]
+
+
+@pytest.mark.parametrize("scheduler", [1], indirect=True)
+def test_a_later_rank_sends_the_checksum_alone(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    result = scheduler.step(prefill(2, [7, 8], [3], full=True), 1)
+    assert (result.rank, len(result.slots), len(result.ids)) == (1, 0, 0)
+    output = executor().execute(prefill(2, [7, 8], [3]))
+    assert result.checksum == checksum(output.slots, output.ids)
+
+
+def test_a_gap_asks_once_for_a_full_plan(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    scheduler.step(prefill(0, [7, 8], [3], full=True), 1)
+    for step_id in (3, 4):
+        scheduler.send(replace(decode_plan(1), step_id=step_id, scheduler_epoch=EPOCH, worker_epoch=GROUP))
+    required = scheduler.receive(PlanRequired)
+    assert (required.scheduler_epoch, required.worker_epoch, required.last_step) == (EPOCH, GROUP, 1)
+    result = scheduler.step(prefill(0, [7, 8], [3], full=True), 5)
+    assert (result.step_id, result.ids.tolist()) == (5, toy_output([7, 8], 1))
+
+
+def test_plans_of_other_epochs_are_dropped(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    scheduler.step(prefill(0, [7, 8], [3], full=True), 1)
+    scheduler.send(replace(decode_plan(1), step_id=2, scheduler_epoch=EPOCH, worker_epoch=GROUP + 1))
+    scheduler.send(replace(EMPTY, step_id=2, scheduler_epoch=EPOCH - 1, worker_epoch=GROUP, full=True))
+    result = scheduler.step(decode_plan(1), 2)
+    assert (result.step_id, result.error, len(result.ids)) == (2, "", 1)
+
+
+def test_a_wrong_plan_is_a_result_with_error(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    result = scheduler.step(decode_plan(3, full=True), 1)
+    assert result.error == "PlanError: the plan counts 3 decoding rows, there are 0"
+
+
+def test_garbage_is_answered_and_hello_repeated_when_asked(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    scheduler.send_raw(b"\x63\x01", b"\x90")
+    assert "unknown message kind 99" in scheduler.receive(Fault).message
+    scheduler.send(HelloRequired(EPOCH + 1))
+    scheduler.welcome()
+    assert scheduler.step(prefill(0, [7, 8], [3], full=True), 1).ids.tolist() == toy_output([7, 8], 1)
+
+
+def test_goodbye_both_ways(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    scheduler.step(prefill(0, [7, 8], [3], full=True), 1)
+    scheduler.send(Goodbye("the server is shutting down"))
+    assert "the server is shutting down" in scheduler.receive(Goodbye).reason
+    assert scheduler.join() == 0
+
+
+def test_a_silent_scheduler_ends_the_worker(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    assert scheduler.join() == 1
