@@ -1,6 +1,7 @@
 """compose.yaml on a real Docker engine, as its operator uses it: up, scale while streams run, a death, down.
 
-Builds the images, which takes minutes the first time, so it only runs when asked for.
+Builds the images, which takes minutes the first time, so it only runs when asked for. The chat is answered by the real
+model; where streams have to be long and steady whatever the machine, the null worker takes its place.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from tests.integration.server import free_port
 
 ROOT = Path(__file__).parents[2]
 READY_LIMIT = 240.0  # seconds; the first start converts the model's weights
-STREAM_LIMIT = 240.0
+STREAM_LIMIT = 120.0
+LONG = 1500  # tokens; over a minute of the null worker
+NULL_WORKER = """
+services:
+  worker:
+    environment:
+      QUIRE_WORKER: "null"
+      QUIRE_NULL_STEP_MS: "50"
+"""
 DEATH_LIMIT = 5.0  # seconds after which no stream of a dead process may still look alive
 
 
@@ -52,6 +61,7 @@ class Deployment:
         self.port = free_port()
         v2 = subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
         self._command = ["docker", "compose"] if v2 else ["docker-compose"]
+        self._files = ["--file", str(ROOT / "compose.yaml")]
         self._env = os.environ | {
             "QUIRE_PUBLISH": f"127.0.0.1:{self.port}",
             "QUIRE_DTYPE": "float32",
@@ -60,13 +70,17 @@ class Deployment:
         }
 
     def compose(self, *args: str, timeout: float = 300) -> str:
-        command = [*self._command, "--project-name", self.project, *args]
+        command = [*self._command, "--project-name", self.project, *self._files, *args]
         done = subprocess.run(command, cwd=ROOT, env=self._env, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def up(self, *args: str) -> None:
         self.compose("up", "-d", "--no-build", *args)
+
+    def override(self, file: Path) -> None:
+        """From now on ``file`` counts too."""
+        self._files += ["--file", str(file)]
 
     def containers(self, service: str = "") -> list[str]:
         """Ids of the containers of a service, or of all, in the order they were started; stopped ones included."""
@@ -88,6 +102,15 @@ class Deployment:
             return self.get("/ready").status_code == 200
         except httpx.TransportError:
             return False
+
+    def chat(self, prompt: str) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 20}
+        with self.client() as client:
+            return client.post("/v1/chat/completions", json=body)
+
+    def serves(self) -> bool:
+        """Whether a request is answered. After a death one may be refused, until all have noticed what is gone."""
+        return self.chat("Hello").status_code == 200
 
     def metric(self, name: str) -> float:
         samples = [line for line in self.get("/metrics").text.splitlines() if line.split("{")[0] == name]
@@ -124,6 +147,18 @@ def deployment() -> Iterator[Deployment]:
     finally:
         it.compose("down", "--volumes", "--remove-orphans")
         assert it.containers() == []
+
+
+@pytest.fixture(scope="module")
+def steady(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """The deployment with a null worker: 20 tokens per second and stream, at next to no cost."""
+    file = tmp_path_factory.mktemp("compose") / "null.yaml"
+    file.write_text(NULL_WORKER)
+    deployment.override(file)
+    deployment.up("--no-deps", "worker")
+    wait_until(lambda: "'null'" in logs(deployment.containers("worker")[-1]), "the null worker runs", 60)
+    wait_until(deployment.serves, "the null worker serves", READY_LIMIT)
+    return deployment
 
 
 @dataclass
@@ -179,14 +214,14 @@ def pump(deployment: Deployment, clients: int, max_tokens: int) -> Iterator[list
     streams: list[Stream] = []
     stopping = threading.Event()
 
-    def ask() -> None:
+    def keep_asking() -> None:
         while not stopping.is_set():
             streams.append(stream := Stream(max_tokens))
             stream.run(deployment)
             if stream.failure:
                 return
 
-    threads = [threading.Thread(target=ask) for _ in range(clients)]
+    threads = [threading.Thread(target=keep_asking) for _ in range(clients)]
     for thread in threads:
         thread.start()
     try:
@@ -197,14 +232,8 @@ def pump(deployment: Deployment, clients: int, max_tokens: int) -> Iterator[list
             thread.join(STREAM_LIMIT)
 
 
-def ask(deployment: Deployment) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
-    with deployment.client() as client:
-        return client.post("/v1/chat/completions", json=body)
-
-
 def test_it_serves_a_chat(deployment: Deployment) -> None:
-    answer = ask(deployment).raise_for_status().json()
+    answer = deployment.chat("What is the capital of France?").raise_for_status().json()
     assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
 
 
@@ -226,24 +255,24 @@ def test_health_checks_of_all_become_healthy(deployment: Deployment) -> None:
     wait_until(lambda: all(map(healthy, deployment.containers())), "all healthy", 90)
 
 
-def test_events_arrive_while_the_stream_still_runs_and_leaving_it_cancels_it(deployment: Deployment) -> None:
-    body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with deployment.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+def test_events_arrive_while_the_stream_still_runs_and_leaving_it_cancels_it(steady: Deployment) -> None:
+    body = {"prompt": "Once", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    with steady.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         for _ in range(3):
             next(lines)
-            assert deployment.metric("vllm:num_requests_running") == 1
-    wait_until(lambda: deployment.metric("vllm:num_requests_running") == 0, "cancelled", 10)
-    wait_until(lambda: deployment.metric("vllm:kv_cache_usage_perc") == 0, "memory given back", 10)
+            assert steady.metric("vllm:num_requests_running") == 1
+    wait_until(lambda: steady.metric("vllm:num_requests_running") == 0, "cancelled", 10)
+    wait_until(lambda: steady.metric("vllm:kv_cache_usage_perc") == 0, "memory given back", 10)
 
 
-def test_new_gateways_and_tokenizers_get_work_and_no_stream_breaks(deployment: Deployment) -> None:
-    before = {*deployment.containers("gateway"), *deployment.containers("tokenizer")}
-    with pump(deployment, clients=8, max_tokens=12) as streams:
+def test_new_gateways_and_tokenizers_get_work_and_no_stream_breaks(steady: Deployment) -> None:
+    before = {*steady.containers("gateway"), *steady.containers("tokenizer")}
+    with pump(steady, clients=8, max_tokens=60) as streams:
         wait_until(lambda: any(stream.events for stream in streams), "a stream begins", STREAM_LIMIT)
-        deployment.up("--no-recreate", "--scale", "tokenizer=4", "--scale", "gateway=3")
-        (gateway,) = set(deployment.containers("gateway")) - before
-        (tokenizer,) = set(deployment.containers("tokenizer")) - before
+        steady.up("--no-recreate", "--scale", "tokenizer=4", "--scale", "gateway=3")
+        (gateway,) = set(steady.containers("gateway")) - before
+        (tokenizer,) = set(steady.containers("tokenizer")) - before
         wait_until(lambda: "POST /v1/chat/completions 200" in logs(gateway), "the new gateway serves", STREAM_LIMIT)
         # And back again: what the newest had open, they finish.
         wait_until(lambda: stopped_while_it_worked(tokenizer), "the new tokenizer works", STREAM_LIMIT)
@@ -267,40 +296,40 @@ def stopped_while_it_worked(tokenizer: str) -> bool:
 
 @pytest.mark.parametrize("service", ["worker", "scheduler", "tokenizer"])
 def test_a_killed_container_ends_its_streams_with_an_error_and_the_rest_recovers(
-    deployment: Deployment, service: str
+    steady: Deployment, service: str
 ) -> None:
-    wait_until(deployment.ready, "ready", READY_LIMIT)
-    streams = [Stream(max_tokens=4000) for _ in range(3)]
-    threads = [threading.Thread(target=stream.run, args=(deployment,)) for stream in streams]
+    wait_until(steady.ready, "ready", READY_LIMIT)
+    streams = [Stream(LONG) for _ in range(3)]
+    threads = [threading.Thread(target=stream.run, args=(steady,)) for stream in streams]
     for thread in threads:
         thread.start()
     wait_until(lambda: all(stream.text for stream in streams), "all stream text", STREAM_LIMIT)
-    for container in deployment.containers(service):
+    for container in steady.containers(service):
         subprocess.run(["docker", "kill", container], capture_output=True, timeout=30)
+    deadline = time.monotonic() + DEATH_LIMIT + 2  # some of it is Docker's own work
     for thread in threads:
-        thread.join(DEATH_LIMIT + 2)  # docker's own work counts too
+        thread.join(max(0.0, deadline - time.monotonic()))
         assert not thread.is_alive(), f"a stream still hangs after the death of the {service}"
     for stream in streams:
         assert stream.failure == ""
         assert stream.errors, f"ended without an error event: {stream.events[-1]}"
         assert stream.done
     # A killed container counts as stopped by hand; one that died by itself would have been restarted.
-    deployment.up("--no-recreate", "--scale", "tokenizer=3", "--scale", "gateway=2")
-    # Until all have noticed what is gone, a request may still be refused, but is answered.
-    wait_until(lambda: ask(deployment).status_code == 200, "it serves again", READY_LIMIT)
+    steady.up("--no-recreate", "--scale", "tokenizer=3", "--scale", "gateway=2")
+    wait_until(steady.serves, "it serves again", READY_LIMIT)
 
 
-def test_stop_ends_streams_with_an_error_event_and_kills_nothing(deployment: Deployment) -> None:
-    wait_until(deployment.ready, "ready", READY_LIMIT)
-    stream = Stream(max_tokens=4000)
-    thread = threading.Thread(target=stream.run, args=(deployment,))
+def test_stop_ends_streams_with_an_error_event_and_kills_nothing(steady: Deployment) -> None:
+    wait_until(steady.ready, "ready", READY_LIMIT)
+    stream = Stream(LONG)
+    thread = threading.Thread(target=stream.run, args=(steady,))
     thread.start()
     wait_until(lambda: stream.text != "", "the stream begins", STREAM_LIMIT)
-    deployment.compose("stop")
+    steady.compose("stop")
     thread.join(DEATH_LIMIT)
     assert not thread.is_alive()
     assert (stream.failure, bool(stream.errors), stream.done) == ("", True, True)
-    states = {one: json.loads(docker("inspect", one))[0]["State"] for one in deployment.containers()}
+    states = {one: json.loads(docker("inspect", one))[0]["State"] for one in steady.containers()}
     assert {state["Status"] for state in states.values()} == {"exited"}
     killed = [logs(one) for one, state in states.items() if state["ExitCode"] == 137]
     assert killed == []
