@@ -81,7 +81,8 @@ class Encoder:
                 ids = int32([self._tokenizer.bos_id])
         else:
             ids = message.prompt_ids
-            _check_vocabulary(ids, limits.vocab_size, param)
+        # Text too: a tokenizer may know added tokens that the model has no row for.
+        _check_vocabulary(ids, limits.vocab_size, param)
         if not len(ids):
             raise RequestError(f"{param} is empty: it has no tokens", param=param)
         if len(ids) + (wanted or 1) > limits.max_model_len:

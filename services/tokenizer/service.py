@@ -186,6 +186,8 @@ class Service:
                 self._streams.accept(message)
             elif isinstance(message, Reject):
                 self._streams.reject(message)
+            elif isinstance(message, Goodbye):
+                self._on_lost(f"the scheduler has left: {message.reason or 'no reason given'}")
             else:
                 raise WireError(f"a tokenizer takes no {type(message).__name__} from the scheduler")
         except WireError as error:

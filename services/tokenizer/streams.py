@@ -109,6 +109,7 @@ class Streams:
             self._forget(request)
             return
         self._encoded.inc()
+        log.debug("%s: %d prompt tokens", request.request_id, len(prompt.ids))
         request.state, request.heard = State.SUBMITTED, self._clock()
         request.sequences, request.prompt_tokens = sequences, len(prompt.ids)
         if request.return_ids:
@@ -221,6 +222,11 @@ class Streams:
             request.state, request.prompt_tokens = State.ACCEPTED, message.prompt_tokens
             if request.gateway is not None:
                 self._to_gateway(request.gateway, Accept(request.rid, message.prompt_tokens, request.prompt_ids))
+            batch = TextBatch()
+            for seq, sequence in enumerate(request.sequences):
+                self._stop_if_found(request, seq, sequence, batch)  # in what it had generated elsewhere
+            if request.gateway is not None:
+                self._send(request.gateway, batch)
 
     def reject(self, message: Reject) -> None:
         request = self._requests.get(message.rid)
@@ -275,10 +281,15 @@ class Streams:
         sequence.push(ids[have - offset :])
         self._detokenized.inc(len(sequence.ids) - have)
         batch.add(request, seq, sequence.take())
-        if sequence.stop_string is not None:
+        self._stop_if_found(request, seq, sequence, batch)
+
+    def _stop_if_found(self, request: Request, seq: int, sequence: OutputSequence, batch: TextBatch) -> None:
+        """Ends a sequence in which a stop string was found: the gateway hears it at once, the scheduler too."""
+        if sequence.stop_string is not None and sequence.finished is None:
             keep = len(sequence.ids)
-            sequence.end(Finished(request.rid, seq, keep, "stop", sequence.stop_string))
-            batch.finish(Finished(request.rid, seq, keep, "stop", sequence.stop_string))
+            finished = Finished(request.rid, seq, keep, "stop", sequence.stop_string)
+            sequence.end(finished)
+            batch.finish(finished)
             self._to_scheduler(Stop(request.rid, seq, keep))
 
     def _end(self, done: Done, batches: dict[bytes | None, TextBatch]) -> None:
@@ -286,7 +297,7 @@ class Streams:
         if request is None:
             self._to_scheduler(Ack([done.rid]))  # over and forgotten here: its first ACK was lost
             return
-        if request.done is not None:
+        if request.done is not None or request.state is State.ENCODING:
             return
         if not request.all_finished:
             for seq, sequence in enumerate(request.sequences):
@@ -304,6 +315,8 @@ class Streams:
         request = self._requests.get(rid)
         if request is None or not 0 <= seq < len(request.sequences):
             return None
+        if request.state is State.SUBMITTED:  # its ACCEPT was lost
+            self.accept(Accept(rid, request.prompt_tokens))
         return request, request.sequences[seq]
 
     def _ask(self, request: Request, seq: int, sequence: OutputSequence) -> None:
@@ -383,6 +396,7 @@ class Streams:
         if self._requests.get(request.rid) is not request:
             return
         self._forget(request)
+        log.debug("%s: refused: %s", request.request_id, error.message)
         if request.gateway is not None:
             self._to_gateway(
                 request.gateway,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +122,8 @@ def test_other_refusals(encoder: Encoder, byte_level: Library) -> None:
         error = refusal(encoder, submit(prompt_ids=int32([5, bad])))
         assert (error.code, error.param) == ("invalid_token_id", "prompt")
         assert f"token id {bad}, outside the model's vocabulary of 401" in error.message
+    added = replace(LIMITS, vocab_size=byte_level.token_to_id("<tool→>"))
+    assert refusal(encoder, submit(prompt="a <tool→> that the model has no row for"), added).code == "invalid_token_id"
     assert refusal(encoder, submit(prompt="x", stop_token_ids=[401])).param == "stop_token_ids"
     assert refusal(encoder, submit(prompt="lone \ud800")).param == "prompt"
     assert refusal(encoder, submit(prompt_ids=int32([]))).param == "prompt"

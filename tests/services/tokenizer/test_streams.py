@@ -300,6 +300,30 @@ def test_a_request_that_was_under_way_elsewhere(table: Table, byte_level: Librar
     asyncio.run(main())
 
 
+def test_a_stop_string_in_what_was_generated_elsewhere(table: Table, byte_level: Library) -> None:
+    async def main() -> None:
+        ids = [byte_level.token_to_id(letter) for letter in "abcd"]
+        await table.accepted(generated=int32(ids), generated_counts=[4], stop=["c"])
+        assert table.up[-1] == Stop(1, 0, 3)
+        (text,) = table.taken(Text)
+        assert text.finished == [Finished(1, 0, 3, "stop", "c")]
+
+    asyncio.run(main())
+
+
+def test_tokens_without_their_accept(table: Table) -> None:
+    """The ACCEPT was lost; the gateway must still get one before the text, or it would never send headers."""
+
+    async def main() -> None:
+        table.gate.open.set()
+        table.streams.submit(GATEWAY, submit(), LIMITS)
+        await table.settle()
+        table.streams.tokens(tokens(1, 0, [50], end="length"))
+        assert [type(message) for _, message in table.down] == [Accept, Text]
+
+    asyncio.run(main())
+
+
 def test_columns_that_do_not_fit(table: Table) -> None:
     for bad in (
         Tokens(1, [1], [0], [0], [2], int32([5])),
