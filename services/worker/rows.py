@@ -16,6 +16,9 @@ from shared.wire import NewRow, Plan
 
 Ints = npt.NDArray[np.int64]
 
+_GREEDY_BELOW = 1e-5
+"""A temperature so small that dividing by it could overflow means greedy."""
+
 
 @dataclass
 class State:
@@ -275,7 +278,7 @@ class Rows:
     def _write_rows(self, plan: Plan) -> None:
         for row in plan.new_rows:
             self.tables[row.slot] = 0
-            self.temperature[row.slot] = row.temperature
+            self.temperature[row.slot] = row.temperature if row.temperature >= _GREEDY_BELOW else 0.0
             self.top_p[row.slot] = row.top_p
             self.top_k[row.slot] = row.top_k
             self.min_p[row.slot] = row.min_p

@@ -31,6 +31,7 @@ def save(folder: Path, kind: str, **changes: Any) -> Any:
 
     Weights are large enough that attention, positions and biases decide the logits, biases and norms included.
     """
+    torch.set_num_threads(1)  # threads only get in each other's way with models this small
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**SHAPE | changes)).float().eval()
     for name, parameter in model.named_parameters():
@@ -41,7 +42,13 @@ def save(folder: Path, kind: str, **changes: Any) -> Any:
 
 
 def executor(folder: Path, **changes: Any) -> ModelExecutor:
-    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "num_gpu_blocks_override": 160}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 160,
+    }
     return ModelExecutor(WorkerConfig(model=str(folder), **options | changes))
 
 
