@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=GenerationRequest)
 
 
-class Shape(Generic[R]):
+class Shape(ABC, Generic[R]):
     """How one API's requests are submitted and its answers look. Choices get their ``index`` from the endpoint."""
 
     request_model: type[R]
@@ -36,25 +37,25 @@ class Shape(Generic[R]):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
+    @abstractmethod
     def submits(self, asked: R, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
         """One submission per prompt; the engine fills in the rids."""
-        raise NotImplementedError
 
+    @abstractmethod
     def envelope(self, asked: R, requests: list[Request]) -> dict[str, Any]:
         """Further top-level fields of a whole answer and of the first chunk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def opening(self, asked: R, request: Request) -> dict[str, Any] | None:
         """The choice of the chunk that leaves at ACCEPT, if there is one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def piece(self, asked: R, delta: Delta) -> dict[str, Any]:
         """The choice of a chunk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, asked: R, request: Request, delta: Delta) -> dict[str, Any]:
         """The choice of a whole answer; ``delta`` is the whole output."""
-        raise NotImplementedError
 
     def common(
         self, asked: R, limits: Limits, request_id: str, tenant: str, endpoint: str, *, add_special_tokens: bool
@@ -87,10 +88,9 @@ def finish_of(asked: GenerationRequest, delta: Delta) -> dict[str, Any]:
     """finish_reason, and vLLM's stop_reason: the stop string, the stop token's id as a number, or null."""
     if delta.finished is None:
         return {"finish_reason": None, "stop_reason": None}
-    reason: str | int | None = delta.finished.stop_reason or None
-    if reason is not None and reason not in (asked.stop or []):
-        reason = int(reason)
-    return {"finish_reason": delta.finished.reason, "stop_reason": reason}
+    reason = delta.finished.stop_reason
+    is_id = reason.isdecimal() and reason not in (asked.stop or [])
+    return {"finish_reason": delta.finished.reason, "stop_reason": int(reason) if is_id else reason or None}
 
 
 def usage_of(requests: list[Request]) -> dict[str, Any]:

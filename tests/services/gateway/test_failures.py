@@ -120,6 +120,26 @@ def test_a_tokenizer_that_leaves() -> None:
             assert waiting.response().json()["choices"][0]["message"]["content"] == "x"
 
 
+def test_without_any_tokenizer_requests_wait_for_one() -> None:
+    with running(tokenizers=1) as pipeline:
+        gateway = pipeline.gateway()
+        with gateway.client() as client:
+            posted = Posted(client, "/v1/completions", {"prompt": "a"})
+            before = pipeline.tokenizer.submitted()
+            pipeline.scheduler.tokenizers.clear()
+            pipeline.scheduler.tell_roster()
+            gateway.wait_log("tokenizer 0 left")
+            assert client.get("/ready").json()["reason"] == "waiting for a tokenizer"
+            later = Posted(client, "/v1/completions", {"prompt": "b"})
+            other = pipeline.add_tokenizer()
+            answers = [other.submitted() for _ in range(2)]
+            assert before.rid in {answer.rid for answer in answers}
+            for answer in answers:
+                answer.accept()
+                answer.finish("length")
+            assert posted.response().status_code == 200 and later.response().status_code == 200
+
+
 def replaced(before: Answer, after: Answer) -> SubmitText:
     """Arrays do not compare as a whole; everything else must be equal."""
     return replace(before.submit, prompt_ids=after.submit.prompt_ids, generated=after.submit.generated)
