@@ -34,6 +34,9 @@ _VERSION = "1"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
+_CHUNK = 1 << 20
+"""Values dequantised at a time."""
+
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -138,7 +141,7 @@ def _dequantized(
     total = sum(file.tensors[name].nbytes for name in names)
     with _bar("converting weights", total, "B", progress) as bar:
         for gguf_name, name in names.items():
-            yield name, dequantize(file, gguf_name).to(dtype)
+            yield name, dequantize(file, gguf_name, dtype)
             bar.update(file.tensors[gguf_name].nbytes)
 
 
@@ -162,27 +165,32 @@ def hf_name(file: GGUFFile, info: TensorInfo) -> str | None:
     return name
 
 
-def dequantize(file: GGUFFile, name: str) -> torch.Tensor:
-    """The tensor ``name`` of a GGUF file, float32 in its own shape, q and k rows in Hugging Face order."""
+def dequantize(file: GGUFFile, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor ``name`` of a GGUF file in its own shape, q and k rows in Hugging Face order.
+
+    Values are computed in float32 and rounded once. Rows go in chunks: the embedding of a large model alone would
+    otherwise take several gigabytes of temporary arrays.
+    """
     info = file.tensors[name]
-    values = quants.dequantize(_typed(file, info), info.kind).astype(np.float32, copy=False).reshape(info.shape)
+    blocks = file.blocks(name)
+    plain = {"F32": np.float32, "F16": np.float16}.get(info.kind.name)
+    rows = np.atleast_2d(blocks if plain is None else blocks.view(plain))
+    made = torch.empty(len(rows), info.shape[-1], dtype=dtype)
+    step = max(1, _CHUNK // info.shape[-1])
+    for start in range(0, len(rows), step):
+        values = quants.dequantize(rows[start : start + step], info.kind).astype(np.float32)
+        made[start : start + step] = torch.from_numpy(values)
+    made = made.reshape(info.shape)
     part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)", name)
     if part is not None and file.architecture() == "llama":
-        values = _half_split(values, _heads(file, part[1]))
-    # A writable copy of what is mapped from the file: torch warns about read-only memory, and rightly.
-    return torch.from_numpy(values if values.flags.writeable else values.copy())
+        return _half_split(made, _heads(file, part[1]))
+    return made
 
 
-def _typed(file: GGUFFile, info: TensorInfo) -> np.ndarray:
-    blocks = file.blocks(info.name)
-    plain = {"F32": np.float32, "F16": np.float16}.get(info.kind.name)
-    return blocks if plain is None else blocks.view(plain)
-
-
-def _half_split(values: np.ndarray, heads: int) -> np.ndarray:
+def _half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Undoes llama.cpp's row order: its RoPE turns neighbouring rows (2i, 2i + 1), Hugging Face's (i, i + dim / 2)."""
-    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(values.shape)
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _heads(file: GGUFFile, part: str) -> int:
