@@ -1,0 +1,286 @@
+"""The operations of ``kernels.ops`` on a CPU, by the compiled library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref
+
+import torch
+
+from kernels import reference
+from kernels.cpu.library import DTYPES, Cache, Library, Scores, Sequences
+
+
+class CpuKernels:
+    """Arguments and results are as in ``kernels.ops``, which checks them. Head sizes that are no multiple of 16 and
+    dtypes other than float32, bfloat16 and float16 go to the reference."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        if kv.dtype not in DTYPES:
+            return reference.store_kv(k, v, kv, slot_mapping)
+        k, v = _rows(k), _rows(v)
+        self._library.store_kv(
+            byref(_cache(kv)), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slot_mapping.data_ptr(), len(k)
+        )
+        return None
+
+    def copy_blocks(self, kvs: Sequence[torch.Tensor], sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        sources, destinations = sources.contiguous(), destinations.contiguous()
+        for kv in kvs:
+            self._copy(kv, kv, sources, destinations)
+
+    def swap_blocks(
+        self, source: torch.Tensor, target: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor
+    ) -> None:
+        """Copies block ``sources[i]`` of one KV memory over block ``destinations[i]`` of another of the same shape."""
+        self._copy(source, target, sources.contiguous(), destinations.contiguous())
+
+    def paged_decode(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        if not _attends(kv):
+            return reference.paged_decode(q, kv, block_table, seq_lens, scale, window, softcap)
+        q = _rows(q)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._library.paged_decode(
+            byref(_cache(kv)),
+            byref(_sequences(block_table, seq_lens)),
+            byref(Scores(scale, softcap, window)),
+            q.data_ptr(),
+            q.stride(0),
+            out.data_ptr(),
+            q.shape[1],
+        )
+        return out
+
+    def paged_prefill(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        if not _attends(kv):
+            return reference.paged_prefill(q, kv, block_table, cu_seqlens, seq_lens, scale, window, softcap)
+        q = _rows(q)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._library.paged_prefill(
+            byref(_cache(kv)),
+            byref(_sequences(block_table, seq_lens)),
+            byref(Scores(scale, softcap, window)),
+            cu_seqlens.data_ptr(),
+            q.data_ptr(),
+            q.stride(0),
+            out.data_ptr(),
+            q.shape[1],
+        )
+        return out
+
+    def rope(self, x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
+        if x.dtype not in DTYPES or not _dense_rows(x):
+            return reference.rope(x, cos_sin, positions)
+        self._library.rope(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            len(x),
+            x.shape[1],
+            x.shape[2],
+        )
+        return None
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        kv: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """``rope`` of queries and keys and ``store_kv`` in one pass over ``qkv [T, H + 2 K, D]``.
+
+        Queries are rotated in place; keys on their way to ``kv``, and stay as they were in ``qkv``.
+        """
+        kv_heads = kv.shape[2]
+        heads = qkv.shape[1] - 2 * kv_heads
+        if kv.dtype not in DTYPES or not _dense_rows(qkv):
+            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+            k = k.clone()
+            reference.rope(q, cos_sin, positions)
+            reference.rope(k, cos_sin, positions)
+            return reference.store_kv(k, v, kv, slot_mapping)
+        self._library.rope_store(
+            byref(_cache(kv)),
+            qkv.data_ptr(),
+            qkv.stride(0),
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            slot_mapping.data_ptr(),
+            len(qkv),
+            heads,
+            None,
+            None,
+            0.0,
+        )
+        return None
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.dtype not in DTYPES:
+            return reference.rms_norm(x, weight, eps)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        self._library.rms_norm(
+            DTYPES[x.dtype],
+            rows.data_ptr(),
+            rows.stride(0),
+            None,
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            len(rows),
+            rows.shape[1],
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        if x.dtype not in DTYPES or not residual.is_contiguous():
+            return reference.add_rms_norm(x, residual, weight, eps)
+        x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._library.rms_norm(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.shape[-1],
+            residual.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            x.numel() // x.shape[-1],
+            x.shape[-1],
+        )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.dtype not in DTYPES or gate_up.dim() != 2:
+            return reference.silu_mul(gate_up)
+        gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+        out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
+        self._library.silu_mul(
+            DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), len(out), out.shape[1]
+        )
+        return out
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        if logits.dtype in DTYPES and not bool(temperature.any()):
+            return self.argmax(logits)
+        return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Index of each row's largest of ``logits [S, V]``, the first of several: [S] int64."""
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        out = torch.empty(len(logits), dtype=torch.int64)
+        self._library.argmax(
+            DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), out.data_ptr(), len(logits), logits.shape[1]
+        )
+        return out
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """A linear layer over a packed copy of ``weight [outputs, inputs]``; inputs must be even."""
+        return PackedLinear(self._library, weight, bias)
+
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor
+    ) -> None:
+        block_bytes = source.stride(0) * source.element_size()
+        self._library.copy_blocks(
+            source.data_ptr(),
+            target.data_ptr(),
+            block_bytes,
+            sources.data_ptr(),
+            destinations.data_ptr(),
+            len(sources),
+        )
+
+
+class PackedLinear:
+    """``x @ weight.T + bias`` over a copy of the weight in the kernel's own order."""
+
+    def __init__(self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        outputs, inputs = weight.shape
+        if weight.dtype not in DTYPES or inputs % 2:
+            raise ValueError(f"a weight of {inputs} inputs in {weight.dtype} cannot be packed")
+        self._library = library
+        self._dtype = DTYPES[weight.dtype]
+        self.outputs, self.inputs, self.bias = outputs, inputs, bias
+        self._packed = torch.empty(library.linear_bytes(self._dtype, outputs, inputs), dtype=torch.uint8)
+        library.linear_pack(
+            self._dtype, weight.contiguous().data_ptr(), self._packed.data_ptr(), outputs, inputs
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, inputs] in the weight's dtype. Returns [rows, outputs]."""
+        x = x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
+        out = torch.empty((len(x), self.outputs), dtype=x.dtype)
+        self._library.linear(
+            self._dtype,
+            x.data_ptr(),
+            x.stride(0),
+            self._packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            self.outputs,
+            len(x),
+            self.outputs,
+            self.inputs,
+        )
+        return out
+
+
+def _attends(kv: torch.Tensor) -> bool:
+    return kv.dtype in DTYPES and kv.shape[4] % 16 == 0 and kv.shape[3] & (kv.shape[3] - 1) == 0
+
+
+def _cache(kv: torch.Tensor) -> Cache:
+    return Cache(kv.data_ptr(), DTYPES[kv.dtype], kv.shape[2], kv.shape[3], kv.shape[4])
+
+
+def _sequences(block_table: torch.Tensor, seq_lens: torch.Tensor) -> Sequences:
+    return Sequences(block_table.data_ptr(), block_table.stride(0), seq_lens.data_ptr(), len(seq_lens))
+
+
+def _dense_rows(x: torch.Tensor) -> bool:
+    """Whether each of x [T, heads, D]'s rows is one piece."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if _dense_rows(x) else x.contiguous()

@@ -1,0 +1,89 @@
+"""The compiled library as Python sees it: C structures and typed functions."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from kernels.cpu import build
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Cache(Structure):
+    """KV memory of one layer."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("kv_heads", c_int32),
+        ("block_size", c_int32),
+        ("head_dim", c_int32),
+    )
+
+
+class Sequences(Structure):
+    """Block tables and lengths of a batch."""
+
+    _fields_ = (("block_table", c_void_p), ("table_stride", c_int64), ("seq_lens", c_void_p), ("count", c_int32))
+
+
+class Scores(Structure):
+    _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32))
+
+
+_PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
+    "quire_store_kv": (None, [POINTER(Cache), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]),
+    "quire_copy_blocks": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
+    "quire_paged_decode": (
+        None,
+        [POINTER(Cache), POINTER(Sequences), POINTER(Scores), c_void_p, c_int64, c_void_p, c_int32],
+    ),
+    "quire_paged_prefill": (
+        None,
+        [POINTER(Cache), POINTER(Sequences), POINTER(Scores), c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+    ),
+    "quire_rope": (None, [c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32]),
+    "quire_rope_store": (
+        None,
+        [POINTER(Cache), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_float],
+    ),
+    "quire_rms_norm": (None, [c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int32]),
+    "quire_silu_mul": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32]),
+    "quire_linear_bytes": (c_int64, [c_int32, c_int64, c_int64]),
+    "quire_linear_pack": (None, [c_int32, c_void_p, c_void_p, c_int64, c_int64]),
+    "quire_linear": (
+        None,
+        [c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64],
+    ),
+    "quire_argmax": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+}
+
+
+class Library:
+    """Functions of one compiled library, named as in src/kernels.h without their prefix.
+
+    torch is imported above, before the library is loaded: both then use torch's OpenMP threads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _PROTOTYPES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name.removeprefix("quire_"), function)
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
+        raise AttributeError(f"the library has no function {name}")
+
+
+def load() -> Library | None:
+    """The library for this processor; None where KERNELS_CPU_ISA is none or no instruction set fits.
+
+    Raises BuildError when it has to be compiled and cannot be.
+    """
+    isa = build.choose()
+    return None if isa is None else Library(build.library(isa))

@@ -1,0 +1,415 @@
+// Paged attention of one new token a sequence.
+//
+// A sequence is cut into chunks of kChunk tokens, whatever the batch: a chunk is one item of work, threads take items
+// as they become free, and partial results of a sequence are merged in ascending order. So a row has the same bits
+// alone and in any batch. Within an item, tiles of kTile tokens: (1) look up each token's row through the block table,
+// (2) partial scores of all query heads of a KV head against the tile's keys, (3) running maximum and denominator,
+// (4) accumulate weighted values. Each key and value is read once for its whole group of query heads. (2) and (4)
+// prefetch the same rows of the next tile into L2, as blocks are scattered and hardware prefetchers cannot follow.
+//
+// Scores are kept in units of log2, which saves exp a multiplication.
+#include <algorithm>
+#include <vector>
+
+#include "dispatch.h"
+#include "memory.h"
+#include "vec.h"
+
+namespace quire {
+namespace {
+
+constexpr int kChunk = 512;
+constexpr int kTile = 64;
+constexpr int kMaxRows = 4;  // query heads that share one pass over a tile
+
+/// How keys meet queries: Q is what a query is kept as.
+template <class T>
+struct Product {
+  using Q = float;
+  using Reg = Two;
+  static void prepare(const T* q, Q* out, int dim) {
+    int d = 0;
+    for (; d + 2 * W <= dim; d += 2 * W) {
+      const Two x = load2(q + d);
+      store(out + d, x.a), store(out + d + W, x.b);
+    }
+    if (d < dim) store(out + d, load(q + d));
+  }
+  static Reg query(const Q* q) { return {load(q), load(q + W)}; }
+  static Reg query_half(const Q* q) { return {load(q), zero()}; }
+  static Reg key(const T* k) { return load2(k); }
+  static Reg key_half(const T* k) { return {load(k), zero()}; }
+  static V dot(V acc, Reg k, Reg q) { return fma(k.b, q.b, fma(k.a, q.a, acc)); }
+  static V dot_half(V acc, Reg k, Reg q) { return fma(k.a, q.a, acc); }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Product<bf16> {
+  using Q = bf16;
+  using Reg = __m512i;
+  static void prepare(const bf16* q, Q* out, int dim) { std::copy(q, q + dim, out); }
+  static Reg query(const Q* q) { return load_pairs(q); }
+  static Reg query_half(const Q* q) { return load_pairs(q, W / 2); }
+  static Reg key(const bf16* k) { return load_pairs(k); }
+  static Reg key_half(const bf16* k) { return load_pairs(k, W / 2); }
+  static V dot(V acc, Reg k, Reg q) { return dot_pairs(acc, k, q); }
+  static V dot_half(V acc, Reg k, Reg q) { return dot_pairs(acc, k, q); }
+};
+#endif
+
+/// The rows of a tile's tokens (head 0's keys), padded to a whole vector by repeating the last.
+template <class T>
+struct Tile {
+  const T* rows[kTile];
+  int tokens = 0;
+  bool run = false;  // in blocks that follow each other in memory
+
+  void look_up(const Cache<T>& cache, const int32_t* table, int begin, int end) {
+    tokens = std::min(kTile, end - begin);
+    if (tokens <= 0) return;
+    for (int t = 0; t < tokens; ++t) rows[t] = cache.token(table, begin + t);
+    for (int t = tokens; t % W; ++t) rows[t] = rows[tokens - 1];
+    run = true;
+    for (int block = begin >> cache.shift, last = (begin + tokens - 1) >> cache.shift; block < last; ++block)
+      run &= table[block + 1] == table[block] + 1;
+  }
+};
+
+/// Reads a row ahead of its use.
+template <class T>
+inline void prefetch(const T* row, int dim) {
+  for (int byte = 0; byte < dim * int(sizeof(T)); byte += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(row) + byte, _MM_HINT_T1);
+}
+
+/// scores[r][t] = q[r] . row t
+template <class T, int R, int DIM>
+void score(const typename Product<T>::Q* q, const Tile<T>& tile, int64_t offset, int dim, const Tile<T>* next,
+           float (*scores)[kTile]) {
+  using P = Product<T>;
+  if (DIM) dim = DIM;
+  for (int t = 0; t < tile.tokens; t += W) {
+    V partial[R][W];
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) {
+      const T* key = tile.rows[t + j] + offset;
+      if (next && t + j < next->tokens) prefetch(next->rows[t + j] + offset, dim);
+      V acc[R];
+      for (int r = 0; r < R; ++r) acc[r] = zero();
+      int d = 0;
+      for (; d + 2 * W <= dim; d += 2 * W) {
+        const auto k = P::key(key + d);
+        for (int r = 0; r < R; ++r) acc[r] = P::dot(acc[r], k, P::query(q + r * dim + d));
+      }
+      if (d < dim) {
+        const auto k = P::key_half(key + d);
+        for (int r = 0; r < R; ++r) acc[r] = P::dot_half(acc[r], k, P::query_half(q + r * dim + d));
+      }
+      for (int r = 0; r < R; ++r) partial[r][j] = acc[r];
+    }
+    for (int r = 0; r < R; ++r) store(scores[r] + t, hsums(partial[r]));
+  }
+}
+
+/// Scales one row's scores, makes them weights relative to the running maximum, and updates maximum and denominator.
+/// Returns what earlier sums must be multiplied by.
+inline float soften(float* scores, int tokens, const QuireScores& how, float& maximum, float& denominator) {
+  V highest = set1(-kInf);
+  for (int t = 0; t < tokens; t += W) {
+    V s = load(scores + t);
+    if (how.softcap > 0)
+      s = mul(tanh(mul(s, set1(how.scale / how.softcap))), set1(how.softcap * kLog2e));
+    else
+      s = mul(s, set1(how.scale * kLog2e));
+    if (tokens - t < W) s = keep(s, 0, tokens - t, -kInf);
+    store(scores + t, s);
+    highest = max(highest, s);
+  }
+  const float raised = std::max(maximum, hmax(highest));
+  const float shrink = raised > maximum ? std::exp2(maximum - raised) : 1.f;
+  V sum = zero();
+  for (int t = 0; t < tokens; t += W) {
+    const V weight = exp2(sub(load(scores + t), set1(raised)));
+    store(scores + t, weight);
+    sum = add(sum, weight);
+  }
+  maximum = raised;
+  denominator = denominator * shrink + hsum(sum);
+  return shrink;
+}
+
+/// acc[r][0 .. 2 W PAIRS) = shrink[r] acc[r] + sum over t of weights[r][t] value row t, in load2's order.
+template <class T, int R, int PAIRS>
+inline void accumulate_panel(float* acc, int dim, const Tile<T>& tile, int64_t offset, const Tile<T>* next,
+                             const float (*weights)[kTile], const float* shrink) {
+  V sum[R][2 * PAIRS];
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < 2 * PAIRS; ++i) sum[r][i] = mul(load(acc + r * dim + i * W), set1(shrink[r]));
+  for (int t = 0; t < tile.tokens; ++t) {
+    const T* value = tile.rows[t] + offset;
+    if (next && t < next->tokens) prefetch(next->rows[t] + offset, 2 * W * PAIRS);
+    V weight[R];
+    for (int r = 0; r < R; ++r) weight[r] = set1(weights[r][t]);
+    for (int i = 0; i < PAIRS; ++i) {
+      const Two x = load2(value + 2 * W * i);
+      for (int r = 0; r < R; ++r) {
+        sum[r][2 * i] = fma(weight[r], x.a, sum[r][2 * i]);
+        sum[r][2 * i + 1] = fma(weight[r], x.b, sum[r][2 * i + 1]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < 2 * PAIRS; ++i) store(acc + r * dim + i * W, sum[r][i]);
+}
+
+template <class T, int R>
+inline void accumulate_half(float* acc, int dim, const Tile<T>& tile, int64_t offset, const float (*weights)[kTile],
+                            const float* shrink) {
+  V sum[R];
+  for (int r = 0; r < R; ++r) sum[r] = mul(load(acc + r * dim), set1(shrink[r]));
+  for (int t = 0; t < tile.tokens; ++t) {
+    const V x = load(tile.rows[t] + offset);
+    for (int r = 0; r < R; ++r) sum[r] = fma(set1(weights[r][t]), x, sum[r]);
+  }
+  for (int r = 0; r < R; ++r) store(acc + r * dim, sum[r]);
+}
+
+/// Pairs of accumulators a row that fit the registers.
+constexpr int panel_pairs(int rows) {
+  if (W == 16) return rows <= 3 ? 4 : 2;
+  return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+}
+
+template <class T, int R, int DIM>
+void accumulate(float* acc, int dim, const Tile<T>& tile, int64_t offset, const Tile<T>* next,
+                const float (*weights)[kTile], const float* shrink) {
+  if (DIM) dim = DIM;
+  constexpr int PAIRS = DIM ? std::min(panel_pairs(R), DIM / (2 * W)) : panel_pairs(R);
+  int d = 0;
+  for (; d + 2 * W * PAIRS <= dim; d += 2 * W * PAIRS)
+    accumulate_panel<T, R, PAIRS>(acc + d, dim, tile, offset + d, next, weights, shrink);
+  for (; d + 2 * W <= dim; d += 2 * W)
+    accumulate_panel<T, R, 1>(acc + d, dim, tile, offset + d, next, weights, shrink);
+  if (d < dim) accumulate_half<T, R>(acc + d, dim, tile, offset + d, weights, shrink);
+}
+
+/// Running results of the query heads of one item.
+template <class T>
+struct State {
+  typename Product<T>::Q* q;
+  float *acc, *maximum, *denominator;
+};
+
+template <class T, int R, int DIM>
+void attend_rows(const State<T>& state, int row, int dim, const Tile<T>& tile, int64_t keys, int64_t values,
+                 const Tile<T>* next, const QuireScores& how) {
+  alignas(64) float weights[R][kTile];
+  float shrink[R];
+  score<T, R, DIM>(state.q + row * dim, tile, keys, dim, next, weights);
+  for (int r = 0; r < R; ++r)
+    shrink[r] = soften(weights[r], tile.tokens, how, state.maximum[row + r], state.denominator[row + r]);
+  accumulate<T, R, DIM>(state.acc + row * dim, dim, tile, values, next, weights, shrink);
+}
+
+/// One tile for one KV head: its group of query heads in passes of nearly equal size.
+template <class T, int DIM>
+void attend(const State<T>& state, int row, int group, int dim, const Tile<T>& tile, int64_t keys, int64_t values,
+            const Tile<T>* next, const QuireScores& how) {
+  const int passes = (group + kMaxRows - 1) / kMaxRows;
+  for (int pass = 0; pass < passes; ++pass) {
+    const int rows = group / passes + (pass < group % passes);
+    switch (rows) {
+      case 1:
+        attend_rows<T, 1, DIM>(state, row, dim, tile, keys, values, next, how);
+        break;
+      case 2:
+        attend_rows<T, 2, DIM>(state, row, dim, tile, keys, values, next, how);
+        break;
+      case 3:
+        attend_rows<T, 3, DIM>(state, row, dim, tile, keys, values, next, how);
+        break;
+      default:
+        attend_rows<T, 4, DIM>(state, row, dim, tile, keys, values, next, how);
+    }
+    row += rows;
+    next = nullptr;  // the first pass has prefetched
+  }
+}
+
+/// Tokens begin .. end - 1 of a sequence for KV heads head .. head_end - 1. partial: where its results go, or -1 when
+/// it is the sequence's only chunk.
+struct Item {
+  int32_t sequence, begin, end, head, head_end, partial;
+};
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Item> merges;  // of a sequence: partial is its first chunk's, end - begin their number
+  int partials = 0;
+
+  Plan(const QuireSequences& sequences, int window, int kv_heads, int threads) {
+    const auto first = [&](int length) { return window > 0 ? std::max(0, length - window) : 0; };
+    int chunks = 0;
+    for (int s = 0; s < sequences.count; ++s) {
+      const int length = sequences.seq_lens[s];
+      if (length > 0) chunks += (length - 1) / kChunk - first(length) / kChunk + 1;
+    }
+    // Heads of a token lie near each other, so they are kept together unless threads would be idle.
+    int heads = kv_heads;
+    while (heads > 1 && chunks * ((kv_heads + heads - 1) / heads) < 3 * threads) heads = (heads + 1) / 2;
+    for (int s = 0; s < sequences.count; ++s) {
+      const int length = sequences.seq_lens[s], begin = first(length);
+      if (length <= 0) continue;
+      const int from = begin / kChunk, to = (length - 1) / kChunk + 1;
+      const bool cut = to - from > 1;
+      if (cut) merges.push_back({s, from, to, 0, kv_heads, partials});
+      for (int chunk = from; chunk < to; ++chunk)
+        for (int head = 0; head < kv_heads; head += heads)
+          items.push_back({s, std::max(begin, chunk * kChunk), std::min(length, (chunk + 1) * kChunk), head,
+                           std::min(kv_heads, head + heads), cut ? partials + chunk - from : -1});
+      if (cut) partials += to - from;
+    }
+    // Longest first, so that threads end together.
+    std::stable_sort(items.begin(), items.end(),
+                     [](const Item& a, const Item& b) { return a.end - a.begin > b.end - b.begin; });
+  }
+};
+
+/// Writes acc (in load2's order) times `factor` as T.
+template <class T>
+void finish(const float* acc, float factor, int dim, T* out) {
+  int d = 0;
+  for (; d + 2 * W <= dim; d += 2 * W)
+    store2(out + d, {mul(load(acc + d), set1(factor)), mul(load(acc + d + W), set1(factor))});
+  if (d < dim) store(out + d, mul(load(acc + d), set1(factor)));
+}
+
+template <class T>
+class Decode {
+ public:
+  Decode(const QuireCache& cache, const QuireSequences& sequences, const QuireScores& how, const T* q,
+         int64_t q_stride, T* out, int heads)
+      : cache_(cache),
+        sequences_(sequences),
+        how_(how),
+        q_(q),
+        q_stride_(q_stride),
+        out_(out),
+        heads_(heads),
+        group_(heads / cache.kv_heads),
+        dim_(cache.head_dim) {}
+
+  void run(int threads) {
+    const Plan plan(sequences_, how_.window, cache_.kv_heads, threads);
+    for (int s = 0; s < sequences_.count; ++s)
+      if (sequences_.seq_lens[s] <= 0) std::fill_n(reinterpret_cast<char*>(output(s, 0)), heads_ * dim_ * sizeof(T), 0);
+    partial_ = static_cast<float*>(scratch<kShared>(size_t(plan.partials) * heads_ * partial_size() * sizeof(float)));
+    const int items = int(plan.items.size()), merges = int(plan.merges.size());
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic)
+      for (int i = 0; i < items; ++i) run(plan.items[i]);
+#pragma omp for collapse(2)
+      for (int i = 0; i < merges; ++i)
+        for (int head = 0; head < heads_; ++head) merge(plan.merges[i], head);
+    }
+  }
+
+ private:
+  int partial_size() const { return dim_ + 2; }
+  float* partial(int index, int head) { return partial_ + (int64_t(index) * heads_ + head) * partial_size(); }
+  T* output(int sequence, int head) { return out_ + (int64_t(sequence) * heads_ + head) * dim_; }
+
+  void run(const Item& item) {
+    switch (dim_) {
+      case 64:
+        return run<64>(item);
+      case 128:
+        return run<128>(item);
+      default:
+        return run<0>(item);
+    }
+  }
+
+  template <int DIM>
+  void run(const Item& item) {
+    using Q = typename Product<T>::Q;
+    const int rows = (item.head_end - item.head) * group_, first = item.head * group_;
+    Arena arena(scratch<kThread>(Arena::bytes<Q>(rows * dim_) + Arena::bytes<float>(rows * dim_) +
+                                 2 * Arena::bytes<float>(rows)));
+    State<T> state;
+    state.q = arena.take<Q>(rows * dim_);
+    state.acc = arena.take<float>(rows * dim_);
+    state.maximum = arena.take<float>(rows);
+    state.denominator = arena.take<float>(rows);
+    for (int r = 0; r < rows; ++r)
+      Product<T>::prepare(q_ + item.sequence * q_stride_ + (first + r) * dim_, state.q + r * dim_, dim_);
+    std::fill_n(state.acc, rows * dim_, 0.f);
+    std::fill_n(state.maximum, rows, -kInf);
+    std::fill_n(state.denominator, rows, 0.f);
+
+    const int32_t* table = sequences_.block_table + item.sequence * sequences_.table_stride;
+    Tile<T> tiles[2];
+    tiles[0].look_up(cache_, table, item.begin, item.end);
+    for (int begin = item.begin, i = 0; begin < item.end; begin += kTile, i ^= 1) {
+      const Tile<T>& tile = tiles[i];
+      Tile<T>& next = tiles[i ^ 1];
+      next.look_up(cache_, table, begin + kTile, item.end);
+      for (int head = item.head; head < item.head_end; ++head)
+        attend<T, DIM>(state, (head - item.head) * group_, group_, dim_, tile, head * cache_.head_stride,
+                       cache_.values + head * cache_.head_stride, next.tokens > 0 ? &next : nullptr, how_);
+    }
+    for (int r = 0; r < rows; ++r) {
+      if (item.partial < 0) {
+        finish(state.acc + r * dim_, 1 / state.denominator[r], dim_, output(item.sequence, first + r));
+        continue;
+      }
+      float* p = partial(item.partial, first + r);
+      std::copy_n(state.acc + r * dim_, dim_, p);
+      p[dim_] = state.maximum[r];
+      p[dim_ + 1] = state.denominator[r];
+    }
+  }
+
+  void merge(const Item& chunks, int head) {
+    const int count = chunks.end - chunks.begin;
+    float maximum = -kInf, denominator = 0;
+    for (int i = 0; i < count; ++i) maximum = std::max(maximum, partial(chunks.partial + i, head)[dim_]);
+    float* sum = partial(chunks.partial, head);
+    for (int i = 0; i < count; ++i) {
+      const float* p = partial(chunks.partial + i, head);
+      const float share = std::exp2(p[dim_] - maximum);
+      denominator += share * p[dim_ + 1];
+      for (int d = 0; d < dim_; d += W) {
+        const V scaled = mul(load(p + d), set1(share));
+        store(sum + d, i ? add(load(sum + d), scaled) : scaled);
+      }
+    }
+    finish(sum, 1 / denominator, dim_, output(chunks.sequence, head));
+  }
+
+  const Cache<T> cache_;
+  const QuireSequences& sequences_;
+  const QuireScores& how_;
+  const T* q_;
+  const int64_t q_stride_;
+  T* out_;
+  const int heads_, group_, dim_;
+  float* partial_ = nullptr;
+};
+
+}  // namespace
+}  // namespace quire
+
+#include <omp.h>
+
+void quire_paged_decode(const QuireCache* cache, const QuireSequences* sequences, const QuireScores* scores,
+                        const void* q, int64_t q_stride, void* out, int32_t heads) {
+  using namespace quire;
+  by_dtype(cache->dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    Decode<T>(*cache, *sequences, *scores, static_cast<const T*>(q), q_stride, static_cast<T*>(out), heads)
+        .run(omp_get_max_threads());
+  });
+}

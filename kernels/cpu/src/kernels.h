@@ -1,0 +1,75 @@
+// The library's C interface: plain functions over raw pointers, so that Python (ctypes) and later native code call the
+// same. Tensors are row-major; a stride is in elements, between rows (tokens), and everything within a row is dense.
+// Functions run on the OpenMP threads of the caller. Arguments are trusted: Python checks shapes and dtypes.
+#pragma once
+#include <cstdint>
+
+#define QUIRE_API __attribute__((visibility("default")))
+
+extern "C" {
+
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+/// KV memory of one layer, [num_blocks, 2, kv_heads, block_size, head_dim]. block_size is a power of two.
+struct QuireCache {
+  void* data;
+  int32_t dtype, kv_heads, block_size, head_dim;
+};
+
+/// What a batch's sequences hold: rows of block_table [sequences, table_stride] and their lengths in tokens.
+struct QuireSequences {
+  const int32_t* block_table;
+  int64_t table_stride;
+  const int32_t* seq_lens;
+  int32_t count;
+};
+
+/// window: a token sees that many tokens, itself included (0: all). softcap: 0, or the bound of scores.
+struct QuireScores {
+  float scale, softcap;
+  int32_t window;
+};
+
+/// Writes keys and values k, v [tokens, kv_heads, head_dim] to their slots; slot -1 is skipped.
+QUIRE_API void quire_store_kv(const QuireCache* cache, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
+                    const int64_t* slots, int64_t tokens);
+
+/// Copies whole blocks of `bytes` between two memories (or within one): block from[i] of source over to[i] of target.
+QUIRE_API void quire_copy_blocks(const void* source, void* target, int64_t bytes, const int64_t* from, const int64_t* to,
+                       int64_t pairs);
+
+/// Attention of one new token a sequence. q, out [sequences, heads, head_dim].
+QUIRE_API void quire_paged_decode(const QuireCache* cache, const QuireSequences* sequences, const QuireScores* scores,
+                        const void* q, int64_t q_stride, void* out, int32_t heads);
+
+/// Attention of rows cu_seqlens[i] .. cu_seqlens[i + 1] of q, the last tokens of sequence i. q, out [T, heads, head_dim].
+QUIRE_API void quire_paged_prefill(const QuireCache* cache, const QuireSequences* sequences, const QuireScores* scores,
+                         const int32_t* cu_seqlens, const void* q, int64_t q_stride, void* out, int32_t heads);
+
+/// Rotates x [tokens, heads, head_dim] in place; cos_sin [positions, head_dim], cosines first.
+QUIRE_API void quire_rope(int32_t dtype, void* x, int64_t stride, const float* cos_sin, const int64_t* positions, int64_t tokens,
+                int32_t heads, int32_t head_dim);
+
+/// One pass over qkv [tokens, heads + 2 kv_heads, head_dim]: norms q and k (where weights are given), rotates q in
+/// place and k on its way into the cache, and stores v.
+QUIRE_API void quire_rope_store(const QuireCache* cache, void* qkv, int64_t stride, const float* cos_sin,
+                      const int64_t* positions, const int64_t* slots, int64_t tokens, int32_t heads,
+                      const void* q_norm, const void* k_norm, float eps);
+
+/// out = x / rms(x) * weight; with a residual: residual += x first, and the norm is that of the residual.
+QUIRE_API void quire_rms_norm(int32_t dtype, const void* x, int64_t x_stride, void* residual, const void* weight, float eps,
+                    void* out, int64_t rows, int32_t columns);
+
+/// out [rows, columns] = silu(gate) * up of gate_up [rows, 2 columns].
+QUIRE_API void quire_silu_mul(int32_t dtype, const void* gate_up, int64_t stride, void* out, int64_t rows, int32_t columns);
+
+/// Bytes of `weight` [outputs, inputs] when packed.
+QUIRE_API int64_t quire_linear_bytes(int32_t dtype, int64_t outputs, int64_t inputs);
+QUIRE_API void quire_linear_pack(int32_t dtype, const void* weight, void* packed, int64_t outputs, int64_t inputs);
+/// out [rows, outputs] = x [rows, inputs] weight^T + bias (which may be null). inputs is even.
+QUIRE_API void quire_linear(int32_t dtype, const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
+                  int64_t out_stride, int64_t rows, int64_t outputs, int64_t inputs);
+
+/// Index of each row's largest logit, the first of several.
+QUIRE_API void quire_argmax(int32_t dtype, const void* logits, int64_t stride, int64_t* out, int64_t rows, int64_t columns);
+}

@@ -1,0 +1,74 @@
+// KV memory as the kernels walk it, and memory of their own.
+#pragma once
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "kernels.h"
+#include "types.h"
+
+namespace quire {
+
+/// One layer's KV. A token's keys of all heads are `head_stride` apart, its values `values` further.
+template <class T>
+struct Cache {
+  T* data;
+  int kv_heads, head_dim, shift, mask;
+  int64_t head_stride, values, block_stride;
+
+  explicit Cache(const QuireCache& c)
+      : data(static_cast<T*>(c.data)),
+        kv_heads(c.kv_heads),
+        head_dim(c.head_dim),
+        shift(__builtin_ctz(unsigned(c.block_size))),
+        mask(c.block_size - 1),
+        head_stride(int64_t(c.block_size) * c.head_dim),
+        values(c.kv_heads * head_stride),
+        block_stride(2 * values) {}
+
+  /// Head 0's key of the token at `position` of the sequence with this block table: the look-up of paged attention.
+  T* token(const int32_t* table, int64_t position) const {
+    return data + table[position >> shift] * block_stride + (position & mask) * head_dim;
+  }
+  T* slot(int64_t slot) const { return data + (slot >> shift) * block_stride + (slot & mask) * head_dim; }
+};
+
+/// Memory of the calling thread, kept between calls and grown as needed. Each USE is one buffer.
+template <int USE>
+inline void* scratch(size_t bytes) {
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<void, Free> memory;
+  thread_local size_t size = 0;
+  if (bytes > size) {
+    size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    memory.reset(std::aligned_alloc(4096, size));
+    if (!memory) throw std::bad_alloc();
+  }
+  return memory.get();
+}
+
+enum ScratchUse { kShared, kThread };
+
+/// Cuts a buffer into aligned arrays.
+class Arena {
+ public:
+  explicit Arena(void* memory) : next_(static_cast<char*>(memory)) {}
+  template <class T>
+  T* take(size_t count) {
+    T* taken = reinterpret_cast<T*>(next_);
+    next_ += bytes<T>(count);
+    return taken;
+  }
+  template <class T>
+  static constexpr size_t bytes(size_t count) {
+    return (count * sizeof(T) + 63) / 64 * 64;
+  }
+
+ private:
+  char* next_;
+};
+
+}  // namespace quire

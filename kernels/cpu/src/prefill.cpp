@@ -1,0 +1,300 @@
+// Paged causal attention of several new tokens a sequence: a prompt, or a chunk of one after what is cached.
+//
+// An item of work is a KV head and a tile of query tokens, whose rows are (token, query head of the group). It walks
+// the sequence's keys in tiles of kKeys tokens at fixed positions: (1) look up the tile's tokens through the block
+// table and pack keys and values once for all rows, (2) partial scores of a few rows as one small matrix product,
+// (3) their running maximum and denominator, (4) their weighted values as a second product. Positions of key tiles do
+// not depend on the batch or on how a prompt is cut, so neither do a row's bits.
+//
+// With AVX512-BF16, bf16 keys, values and (rounded) weights are multiplied as pairs; elsewhere all are floats.
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "dispatch.h"
+#include "memory.h"
+#include "product.h"
+
+namespace quire {
+namespace {
+
+constexpr int kKeys = 128;
+constexpr int kRows = 96;  // of a query tile, about
+constexpr int kPanel = 2 * W;
+
+/// How a tile of T is packed for product.h: E is an entry of both sides.
+template <class T>
+struct Packing {
+  using E = float;
+  static constexpr int kElements = 1;
+
+  static void query(const T* q, E* out, int dim) {
+    for (int d = 0; d < dim; d += W) store(out + d, load(q + d));
+  }
+
+  /// out: panels of [dim][2 W tokens]. rows[t]: null for a token that must not be read.
+  static void keys(const T* const* rows, int64_t offset, int tokens, int dim, E* out) {
+    for (int t = 0; t < tokens; t += W)
+      for (int d = 0; d < dim; d += W) {
+        V x[W];
+        for (int j = 0; j < W; ++j) x[j] = rows[t + j] ? load(rows[t + j] + offset + d) : zero();
+        transpose(x);
+        E* to = out + (t / kPanel * dim + d) * kPanel + t % kPanel;
+        for (int j = 0; j < W; ++j) store(to + j * kPanel, x[j]);
+      }
+  }
+
+  /// out: panels of [kKeys tokens][2 W of dim], zero beyond dim.
+  static void values(const T* const* rows, int64_t offset, int tokens, int dim, E* out) {
+    for (int t = 0; t < tokens; ++t)
+      for (int d = 0; d < dim || d % kPanel; d += W)
+        store(out + (d / kPanel * kKeys + t) * kPanel + d % kPanel,
+              rows[t] && d < dim ? load(rows[t] + offset + d) : zero());
+  }
+
+  static void weights(V x, E* out) { store(out, x); }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Packing<bf16> {
+  using E = bf16x2;
+  static constexpr int kElements = 2;
+
+  static void query(const bf16* q, E* out, int dim) { std::memcpy(out, q, dim * sizeof(bf16)); }
+
+  static void keys(const bf16* const* rows, int64_t offset, int tokens, int dim, E* out) {
+    const int pairs = dim / 2;
+    for (int t = 0; t < tokens; t += W)
+      for (int d = 0; d < pairs; d += W) {
+        const int count = std::min(W, pairs - d);
+        V x[W];
+        for (int j = 0; j < W; ++j)
+          x[j] = rows[t + j] ? _mm512_castsi512_ps(load_pairs(rows[t + j] + offset + 2 * d, count)) : zero();
+        transpose(x);
+        float* to = reinterpret_cast<float*>(out + (t / kPanel * pairs + d) * kPanel + t % kPanel);
+        for (int j = 0; j < count; ++j) store(to + j * kPanel, x[j]);
+      }
+  }
+
+  static void values(const bf16* const* rows, int64_t offset, int tokens, int dim, E* out) {
+    alignas(64) static constexpr bf16 kNothing[kPanel] = {};
+    alignas(64) bf16 tail[2][kPanel] = {};
+    for (int t = 0; t < tokens; t += 2)
+      for (int d = 0; d < dim; d += kPanel) {
+        const bf16* pair[2];
+        for (int i = 0; i < 2; ++i) {
+          pair[i] = rows[t + i] ? rows[t + i] + offset + d : kNothing;
+          if (dim - d < kPanel) pair[i] = std::copy_n(pair[i], dim - d, tail[i]) - (dim - d);
+        }
+        interleave(pair[0], pair[1], out + (d / kPanel * (kKeys / 2) + t / 2) * kPanel);
+      }
+  }
+
+  static void weights(V x, E* out) { store(reinterpret_cast<bf16*>(out), x); }
+};
+#endif
+
+struct Item {
+  int32_t sequence, head, token, tokens;  // token: the first, counted within the sequence's new ones
+  int64_t cost;
+};
+
+template <class T>
+class Prefill {
+  using P = Packing<T>;
+  using E = typename P::E;
+
+ public:
+  Prefill(const QuireCache& cache, const QuireSequences& sequences, const QuireScores& how, const int32_t* cu_seqlens,
+          const T* q, int64_t q_stride, T* out, int heads)
+      : cache_(cache),
+        sequences_(sequences),
+        how_(how),
+        cu_seqlens_(cu_seqlens),
+        q_(q),
+        q_stride_(q_stride),
+        out_(out),
+        heads_(heads),
+        group_(heads / cache.kv_heads),
+        dim_(cache.head_dim),
+        padded_((dim_ + kPanel - 1) / kPanel * kPanel) {}
+
+  void run(int threads) {
+    const std::vector<Item> items = plan(threads);
+    const int count = int(items.size());
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int i = 0; i < count; ++i) run(items[i]);
+  }
+
+ private:
+  std::vector<Item> plan(int threads) const {
+    std::vector<Item> items;
+    int64_t rows = 0;
+    for (int s = 0; s < sequences_.count; ++s) rows += int64_t(new_tokens(s)) * heads_;
+    // Smaller tiles when there would not be enough of them for all threads.
+    int64_t wanted = kRows;
+    while (wanted > kTileRows && rows / wanted < 4 * threads) wanted /= 2;
+    const int tile = std::max(1, int(wanted) / group_);
+    for (int s = 0; s < sequences_.count; ++s) {
+      const int fresh = new_tokens(s), start = sequences_.seq_lens[s] - fresh;
+      for (int token = 0; token < fresh; token += tile) {
+        const int tokens = std::min(tile, fresh - token);
+        const int end = start + token + tokens, begin = first_key(start + token);
+        for (int head = 0; head < cache_.kv_heads; ++head)
+          items.push_back({s, head, token, tokens, int64_t(end - begin) * tokens});
+      }
+    }
+    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    return items;
+  }
+
+  int new_tokens(int sequence) const { return cu_seqlens_[sequence + 1] - cu_seqlens_[sequence]; }
+  int first_key(int position) const { return how_.window > 0 ? std::max(0, position + 1 - how_.window) : 0; }
+
+  void run(const Item& item) const {
+    const int rows = item.tokens * group_, entries = dim_ / P::kElements;
+    const int position = sequences_.seq_lens[item.sequence] - new_tokens(item.sequence) + item.token;
+    const int64_t first_token = cu_seqlens_[item.sequence] + item.token;
+    const int32_t* table = sequences_.block_table + item.sequence * sequences_.table_stride;
+
+    const size_t packed = size_t(kKeys) * padded_;
+    Arena arena(scratch<kThread>(Arena::bytes<E>(size_t(rows) * entries) + 2 * Arena::bytes<E>(packed) +
+                                 Arena::bytes<float>(size_t(rows) * padded_) + 2 * Arena::bytes<float>(rows)));
+    E* q = arena.take<E>(size_t(rows) * entries);
+    E* keys = arena.take<E>(packed);
+    E* values = arena.take<E>(packed);
+    float* acc = arena.take<float>(size_t(rows) * padded_);
+    float* maximum = arena.take<float>(rows);
+    float* denominator = arena.take<float>(rows);
+    for (int row = 0; row < rows; ++row)
+      P::query(q_ + (first_token + row / group_) * q_stride_ + (item.head * group_ + row % group_) * dim_,
+               q + row * entries, dim_);
+    std::fill_n(acc, size_t(rows) * padded_, 0.f);
+    std::fill_n(maximum, rows, -kInf);
+    std::fill_n(denominator, rows, 0.f);
+
+    const int begin = first_key(position), end = position + item.tokens;
+    for (int base = begin / kKeys * kKeys; base < end; base += kKeys) {
+      const int tokens = std::min(kKeys, end - base), padded = (tokens + kPanel - 1) / kPanel * kPanel;
+      const T* looked_up[kKeys];
+      for (int t = 0; t < padded; ++t)
+        looked_up[t] = t < tokens && base + t >= begin ? cache_.token(table, base + t) : nullptr;
+      P::keys(looked_up, item.head * cache_.head_stride, padded, dim_, keys);
+      P::values(looked_up, cache_.values + item.head * cache_.head_stride, padded, dim_, values);
+      in_tiles(rows, [&](int row, int size) {
+        const int last = position + (row + size - 1) / group_;  // the last query's position: no key after it matters
+        if (last < base) return;
+        by_rows(size, [&]<int ROWS>() {
+          attend<ROWS>(q + row * entries, keys, values, acc + row * padded_, maximum + row, denominator + row, base,
+                       std::min(tokens, last + 1 - base), position, row);
+        });
+      });
+    }
+    for (int row = 0; row < rows; ++row) {
+      T* to = out_ + ((first_token + row / group_) * heads_ + item.head * group_ + row % group_) * dim_;
+      const V factor = set1(denominator[row] > 0 ? 1 / denominator[row] : 0);
+      for (int d = 0; d < dim_; d += W) store(to + d, mul(load(acc + row * padded_ + d), factor));
+    }
+  }
+
+  /// ROWS rows of a tile against `tokens` keys that begin at position `base`.
+  template <int ROWS>
+  void attend(const E* q, const E* keys, const E* values, float* acc, float* maximum, float* denominator, int base,
+              int tokens, int position, int row) const {
+    alignas(64) float scores[ROWS][kKeys];
+    alignas(64) E weights[ROWS][kKeys / P::kElements];
+    const int entries = dim_ / P::kElements, vectors = (tokens + W - 1) / W;
+    int v = 0;
+    for (; v + kTileVectors <= vectors; v += kTileVectors)
+      score<ROWS, kTileVectors>(q, keys + v * W * entries, entries, &scores[0][v * W]);
+    for (; v < vectors; v += 2) score<ROWS, 2>(q, keys + v * W * entries, entries, &scores[0][v * W]);
+
+    float shrink[ROWS];
+    for (int i = 0; i < ROWS; ++i) {
+      const int at = position + (row + i) / group_;
+      const int first = std::max(0, first_key(at) - base), last = std::min(tokens, at + 1 - base);
+      shrink[i] = soften(scores[i], first, last, vectors, maximum[i], denominator[i], weights[i]);
+    }
+
+    const int steps = (vectors * W + P::kElements - 1) / P::kElements;
+    const int columns = padded_ / W;
+    int c = 0;
+    for (; c + kTileVectors <= columns; c += kTileVectors)
+      accumulate<ROWS, kTileVectors>(weights[0], values + c * W * (kKeys / P::kElements), steps, acc + c * W, shrink);
+    for (; c < columns; c += 2)
+      accumulate<ROWS, 2>(weights[0], values + c * W * (kKeys / P::kElements), steps, acc + c * W, shrink);
+  }
+
+  template <int ROWS, int VECTORS>
+  static void score(const E* q, const E* keys, int entries, float* scores) {
+    V c[ROWS][VECTORS];
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < VECTORS; ++j) c[i][j] = zero();
+    multiply<ROWS, VECTORS, E>(c, q, entries, keys, int64_t(entries) * kPanel, entries);
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < VECTORS; ++j) store(scores + i * kKeys + j * W, c[i][j]);
+  }
+
+  /// Weights of one row's keys first .. last - 1 relative to its running maximum; 0 for the others. Returns what
+  /// earlier sums must be multiplied by.
+  float soften(float* scores, int first, int last, int vectors, float& maximum, float& denominator, E* weights) const {
+    const bool whole = first <= 0 && last >= vectors * W;
+    const V scale = set1(how_.softcap > 0 ? how_.scale / how_.softcap : how_.scale * kLog2e);
+    V highest = set1(-kInf);
+    for (int v = 0; v < vectors; ++v) {
+      V s = mul(load(scores + v * W), scale);
+      if (how_.softcap > 0) s = mul(tanh(s), set1(how_.softcap * kLog2e));
+      if (!whole) s = keep(s, first - v * W, last - v * W, -kInf);
+      store(scores + v * W, s);
+      highest = max(highest, s);
+    }
+    const float raised = std::max(maximum, hmax(highest));
+    const float shrink = raised > maximum ? std::exp2(maximum - raised) : 1.f;
+    const V offset = set1(raised == -kInf ? 0.f : raised);
+    V sum = zero();
+    for (int v = 0; v < vectors; ++v) {
+      const V weight = exp2(sub(load(scores + v * W), offset));
+      P::weights(weight, weights + v * W / P::kElements);
+      sum = add(sum, weight);
+    }
+    maximum = raised;
+    denominator = denominator * shrink + hsum(sum);
+    return shrink;
+  }
+
+  template <int ROWS, int VECTORS>
+  void accumulate(const E* weights, const E* values, int steps, float* acc, const float* shrink) const {
+    constexpr int kStride = kKeys / P::kElements;
+    V c[ROWS][VECTORS];
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < VECTORS; ++j) c[i][j] = mul(load(acc + i * padded_ + j * W), set1(shrink[i]));
+    multiply<ROWS, VECTORS, E>(c, weights, kStride, values, int64_t(kStride) * kPanel, steps);
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < VECTORS; ++j) store(acc + i * padded_ + j * W, c[i][j]);
+  }
+
+  const Cache<T> cache_;
+  const QuireSequences& sequences_;
+  const QuireScores& how_;
+  const int32_t* cu_seqlens_;
+  const T* q_;
+  const int64_t q_stride_;
+  T* out_;
+  const int heads_, group_, dim_, padded_;
+};
+
+}  // namespace
+}  // namespace quire
+
+void quire_paged_prefill(const QuireCache* cache, const QuireSequences* sequences, const QuireScores* scores,
+                         const int32_t* cu_seqlens, const void* q, int64_t q_stride, void* out, int32_t heads) {
+  using namespace quire;
+  by_dtype(cache->dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    Prefill<T>(*cache, *sequences, *scores, cu_seqlens, static_cast<const T*>(q), q_stride, static_cast<T*>(out),
+               heads)
+        .run(omp_get_max_threads());
+  });
+}
