@@ -11,7 +11,7 @@ from shared.ids import Identity
 from shared.wire import Heartbeat, Hello
 
 HEARTBEAT_INTERVAL = 1.0  # seconds
-SILENCE_LIMIT = 4.0  # seconds without a message after which a peer counts as dead
+SILENCE_LIMIT = 3.5  # seconds without a message after which a peer counts as dead; five is the promise to clients
 
 
 @dataclass(slots=True)

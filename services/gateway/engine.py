@@ -153,6 +153,7 @@ class Engine:
         if self.closing or self._rids is None or not self._scheduler.welcomed:
             raise self._unavailable(self.unready)
         call = Call([replace(submit, rid=self._rids()) for submit in submits])
+        self.metrics.requests.inc(len(call.requests), (self._identity.encode().decode(),))
         try:
             for request in call.requests:
                 self._place(request)

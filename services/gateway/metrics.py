@@ -36,6 +36,7 @@ class GatewayMetrics:
         self.end_to_end = registry.histogram(
             "vllm:e2e_request_latency_seconds", "End-to-end request latency in seconds.", REQUEST_BUCKETS
         )
+        self.requests = registry.counter("quire:requests", "Requests given to a process.", ("process",))
         self.responses = registry.counter("quire:http_responses", "HTTP answers by status.", ("status",))
         self.open_requests = registry.gauge("quire:gateway_requests_open", "Requests that gateways have under way.")
         self.cancelled = registry.counter("quire:gateway_requests_cancelled", "Requests whose client went away.")

@@ -13,6 +13,7 @@ class TokenizerConfig:
     model: str = options.model()
     connect: str = options.connect()
     index: int = options.index()
+    download_dir: str = option("", "where models are kept; default: the user's cache")
     advertise: str = option("", "address gateways reach this process at, where it differs from the one it binds")
     bind: str = option("", "address to bind for gateways; default: a free one beside the scheduler's")
     chat_template: str = option("", "file with a Jinja chat template to use instead of the model's")

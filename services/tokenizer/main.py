@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     log.configure(f"tokenizer {config.index}", config.log_level)
     logger.info("%s", describe(config))
     security = options.security(config)
-    tokenizer = Tokenizer.load(locate(config.model).folder, config.chat_template)
+    tokenizer = Tokenizer.load(locate(config.model, download_dir=config.download_dir).folder, config.chat_template)
     exit_code: int = uvloop.run(_serve(config, tokenizer, security))
     return exit_code
 

@@ -102,7 +102,7 @@ def test_interrupt_ends_streams_and_the_server_in_five_seconds(tmp_path: Path) -
         stream.wait_for_events(3)
         server.signal(signal.SIGINT)
         assert server.wait(timeout=5) == 0
-        assert "shutting down" in stream.ended_with_error(timeout=1)
+        assert "interrupted" in stream.ended_with_error(timeout=1)
 
 
 def test_terminate_lets_open_streams_finish(tmp_path: Path) -> None:

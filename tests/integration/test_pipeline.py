@@ -79,18 +79,20 @@ def test_two_hundred_streams_of_mixed_lengths_use_every_process(server: Server) 
 
     before = work_by_process(server)
     assert asyncio.run(run()) == wanted
+    time.sleep(1.5)  # the other processes' numbers come with their heartbeats
     after = work_by_process(server)
+    assert sorted(after) == ["gateway:0", "gateway:1", "tokenizer:0", "tokenizer:1"]
     assert all(after[process] > before[process] for process in after), (before, after)
     nothing_is_referenced(server)
 
 
 def work_by_process(server: Server) -> Counter[str]:
-    """Requests handled so far by each gateway and tokenizer, from the metrics that carry the process."""
+    """Requests given so far to each gateway and tokenizer, by ``role:index``, from the metric that tells them apart."""
     found: Counter[str] = Counter()
     for key, value in server.metrics().items():
         if key.startswith("quire:requests_total{"):
-            found[key.split('process="')[1].split('"')[0]] += int(value)
-    assert len(found) >= 4
+            role, index, _ = key.split('process="')[1].split('"')[0].split(":")
+            found[f"{role}:{index}"] += int(value)
     return found
 
 
@@ -165,7 +167,7 @@ def test_processes_started_by_hand_get_work(server: Server) -> None:
             server.join("gateway", "--index", "8", "--port", str(port))
             short = {"model": server.model, "prompt": "S", "max_tokens": 2}
             async with asyncio.timeout(30):
-                while (work := work_by_process(server)) and not (work["tokenizer 7"] and work["gateway 8"]):
+                while not ((work := work_by_process(server))["tokenizer:7"] and work["gateway:8"]):
                     for url in (server.url, f"http://127.0.0.1:{port}"):
                         try:
                             await client.post(f"{url}/v1/completions", json=short)
