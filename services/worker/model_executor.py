@@ -45,6 +45,7 @@ class ModelExecutor:
         budget = machine.kv_budget(config, self._device, reserve, cgroup)
         bytes_per_token = 2 * model.num_kv_heads * model.head_dim * self._dtype.itemsize * model.num_layers
         num_blocks = _num_blocks(config, budget, bytes_per_token * config.block_size, max_model_len)
+        self._check_room(num_blocks * bytes_per_token * config.block_size, cgroup)
         self._kv = self._allocate(model, num_blocks, config.block_size)
         self._rows = Rows(Limits(config.max_num_seqs, num_blocks, config.block_size, max_model_len, model.vocab_size))
         self._memory = Memory(
@@ -93,6 +94,11 @@ class ModelExecutor:
         decoder.load(load_weights(files, self._dtype, progress=True))
         log.info("weights loaded in %.1f s", time.perf_counter() - begin)
         return decoder
+
+    def _check_room(self, kv_bytes: int, cgroup: machine.Cgroup) -> None:
+        """A host gives out more memory than it has and kills whoever uses it; so a size asked for is checked here."""
+        if self._device.type == "cpu" and kv_bytes > (free := machine.free_host_memory(cgroup)):
+            raise ConfigError(f"the KV blocks asked for take {kv_bytes} bytes, but {free} bytes of memory are free")
 
     def _allocate(self, model: ModelConfig, num_blocks: int, block_size: int) -> list[torch.Tensor]:
         """KV memory, one tensor a layer. Only block 0 is cleared: the rest is written before it is read."""
