@@ -21,12 +21,14 @@ _SOURCE = "source.json"
 def convert(path: Path, root: Path, digest: str = "") -> tuple[Path, str]:
     """The folder of the GGUF file at ``path`` below ``root``, made if it is not there, and the model's digest.
 
-    The folder is keyed by the file's path, size and time of change, so finding it again costs one stat. ``digest``
-    replaces the one computed from the header. Raises ConfigError for files that cannot be served.
+    The folder is keyed by the file's path, size and time of change, so finding it again costs one stat; or by
+    ``digest`` where the caller knows it, which also replaces the one computed from the header. (Copies keep neither
+    path nor the whole time: layers of an image cut it to seconds.) Raises ConfigError for files that cannot be served.
     """
     path = path.resolve()
     status = path.stat()
-    identity = f"{_LAYOUT}\0{path}\0{status.st_size}\0{status.st_mtime_ns}\0{digest}"
+    known = digest or f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
+    identity = f"{_LAYOUT}\0{known}"
     folder = root / "gguf" / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     source = folder / _SOURCE
     if not source.exists():
