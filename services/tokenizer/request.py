@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from services.tokenizer.detokenizer import Pieces
 from services.tokenizer.stop import StopMatcher, StopStrings
 from shared.codec import Int32, int32, no_ids
-from shared.wire import Done, Finished, Text
+from shared.wire import Done, Finished, SubmitTokens, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,11 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class Request:
-    """gateway: the raw identity that gets the answer; None when it is gone. heard: when the scheduler last spoke."""
+    """One request between a gateway and the scheduler; times are of the monotonic clock.
+
+    gateway: the raw identity that gets the answer; None when it is gone. submit: what the scheduler was sent, until it
+    accepts. heard: when the scheduler last spoke of it. told_at: when its end was last told to the gateway.
+    """
 
     rid: int
     request_id: str
@@ -140,6 +144,7 @@ class Request:
     heard: float
     state: State = State.ENCODING
     cancelled: bool = False
+    submit: SubmitTokens | None = None
     prompt_tokens: int = 0
     prompt_ids: Int32 = field(default_factory=no_ids)
     sequences: list[OutputSequence] = field(default_factory=list)

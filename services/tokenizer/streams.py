@@ -117,21 +117,19 @@ class Streams:
         sampling = message.sampling
         if sampling.max_tokens is None:
             sampling = replace(sampling, max_tokens=prompt.max_tokens)
-        queued = self._to_scheduler(
-            SubmitTokens(
-                rid=message.rid,
-                request_id=message.request_id,
-                sampling=sampling,
-                prompt_ids=prompt.ids,
-                priority=message.priority,
-                cache_salt=message.cache_salt,
-                tenant=message.tenant,
-                arrival=message.arrival,
-                generated=message.generated,
-                generated_counts=message.generated_counts,
-            )
+        request.submit = SubmitTokens(
+            rid=message.rid,
+            request_id=message.request_id,
+            sampling=sampling,
+            prompt_ids=prompt.ids,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            tenant=message.tenant,
+            arrival=message.arrival,
+            generated=message.generated,
+            generated_counts=message.generated_counts,
         )
-        if not queued:
+        if not self._to_scheduler(request.submit):
             self._refuse(request, RequestError("the scheduler cannot be reached", status=503, code="unavailable"))
 
     def _sequences(self, message: SubmitText, prompt: Prompt, limits: Welcome) -> list[OutputSequence]:
@@ -219,7 +217,8 @@ class Streams:
             return
         request.heard = self._clock()
         if request.state is State.SUBMITTED:
-            request.state, request.prompt_tokens = State.ACCEPTED, message.prompt_tokens
+            request.state, request.submit = State.ACCEPTED, None
+            request.prompt_tokens = message.prompt_tokens
             if request.gateway is not None:
                 self._to_gateway(request.gateway, Accept(request.rid, message.prompt_tokens, request.prompt_ids))
             batch = TextBatch()
@@ -329,7 +328,7 @@ class Streams:
     def welcomed_again(self) -> None:
         """The same scheduler has taken this process in anew: something may have been lost in between."""
         for request in self._requests.values():
-            if request.state is State.ACCEPTED and request.done is None:
+            if request.state is not State.ENCODING and request.done is None:
                 self._poke(request)
 
     def fail_all(self, why: str, *, status: int = 503, code: str = "unavailable") -> None:
@@ -365,11 +364,11 @@ class Streams:
                 self._tell_again(request, now)
             elif request.state is State.ENCODING or now - request.heard < QUIET_LIMIT:
                 continue
-            elif request.state is State.ACCEPTED:
+            elif request.cancelled and request.state is State.SUBMITTED:  # and the scheduler has nothing to say on it
+                self._forget(request)
+            else:
                 request.heard = now
                 self._poke(request)
-            elif request.cancelled:  # cancelled before ACCEPT, and the scheduler has nothing to say about it
-                self._forget(request)
         self._open.set(self.open_requests)
 
     def _tell_again(self, request: Request, now: float) -> None:
@@ -382,6 +381,9 @@ class Streams:
             self._send(request.gateway, batch)
 
     def _poke(self, request: Request) -> None:
+        """Says again all that the scheduler may have missed, which is idempotent, and asks for what was missed here."""
+        if request.submit is not None:
+            self._to_scheduler(request.submit)
         if request.cancelled:
             self._to_scheduler(Cancel(request.rid, "cancelled"))
         for seq, sequence in enumerate(request.sequences):

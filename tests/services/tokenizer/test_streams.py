@@ -251,6 +251,26 @@ def test_a_quiet_request_is_asked_about(table: Table) -> None:
     asyncio.run(main())
 
 
+def test_a_submit_that_was_lost_is_sent_again(table: Table) -> None:
+    async def main() -> None:
+        table.gate.open.set()
+        table.streams.submit(GATEWAY, submit(), LIMITS)
+        await table.settle()
+        table.streams.welcomed_again()
+        table.now += 6
+        table.streams.tick()
+        sent = [message for message in table.up if isinstance(message, SubmitTokens)]
+        assert len(sent) == 3 and sent[0] is sent[1] is sent[2]
+        table.streams.accept(Accept(1, 3))
+        table.streams.accept(Accept(1, 3))
+        table.up.clear()
+        table.streams.welcomed_again()
+        assert table.up == [Resume(1, 0, 0)]
+        assert len(table.taken(Accept)) == 1
+
+    asyncio.run(main())
+
+
 def test_a_failed_scheduler_ends_everything(table: Table) -> None:
     async def main() -> None:
         await table.accepted(1, n=2)
