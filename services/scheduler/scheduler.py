@@ -356,15 +356,15 @@ class Scheduler:
         """Gives free slots to preempted, then to waiting sequences, in order; returns what is left of ``budget``.
 
         Only whole prompts are admitted, with blocks to spare for those already running, so that prompts that hold
-        half of what they need never wait for one another.
+        half of what they need never wait for one another. A prompt still in prefill although there is budget left
+        waits for memory, which decodes took after its admission: nobody may take it next.
         """
-        while budget > 0 and self.rows.num_free:
+        while budget > 0 and not self.prefilling and self.rows.num_free:
             sequence = self.preempted[0] if self.preempted else next(iter(self.waiting), None)
             if sequence is None or self._in_flight(sequence.fence):
                 break  # a preempted sequence's last token is still on its way
-            promised = sum(self.limits.blocks_for(len(s.feed)) - len(s.blocks) for s in self.prefilling)
             spare = self._watermark if self.rows.num_used else 0
-            if self.limits.blocks_for(sequence.num_tokens) > self.pool.num_free - promised - spare:
+            if self.limits.blocks_for(sequence.num_tokens) > self.pool.num_free - spare:
                 break
             self._leave_queues(sequence)
             request = sequence.request

@@ -224,6 +224,20 @@ def test_a_token_in_flight_at_preemption_is_kept() -> None:
     assert total == 18  # every sampled token was delivered: none was thrown away and sampled again
 
 
+def test_a_preempted_sequence_returns_only_with_its_token_in_flight() -> None:
+    simulation = Simulation()
+    simulation.submit(1, [1] * 5, 9)
+    simulation.round()
+    simulation.plan()
+    (sequence,) = simulation.scheduler.rows.occupants()
+    simulation.scheduler._preempt(sequence)  # there is memory enough, so only the token holds it back
+    simulation.check()
+    assert simulation.plan() is None
+    simulation.drain()
+    assert simulation.outputs[1, 0] == toy_output([1] * 5, 9)
+    simulation.check_nothing_is_left()
+
+
 # ---- admission -----------------------------------------------------------------------------------------------------
 
 
