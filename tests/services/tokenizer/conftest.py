@@ -3,15 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from tokenizers import Tokenizer as Library
 
 from services.tokenizer.tokenizer import Tokenizer
 from shared.models import locate
 from tests.services.tokenizer import toy
-
-settings.register_profile("tokenizer", deadline=None)  # deadlines would fail on a busy machine
-settings.load_profile("tokenizer")
 
 
 @pytest.fixture(scope="session")

@@ -20,20 +20,20 @@ def join(pieces: Pieces, ids: list[int], skip: bool) -> str:
     return "".join(detokenizer.feed(pieces.get(id, skip)) for id in ids) + detokenizer.finish()
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(ids=st.lists(st.integers(0, 430), max_size=24), skip=st.booleans())
 def test_byte_level_random_ids(byte_level: Library, ids: list[int], skip: bool) -> None:
     """Broken UTF-8, special tokens, an added token outside the alphabet, and ids past the vocabulary included."""
     assert join(Pieces(byte_level), ids, skip) == byte_level.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, 49_200), max_size=24), skip=st.booleans())
 def test_built_in_model_random_ids(builtin: Tokenizer, builtin_library: Library, ids: list[int], skip: bool) -> None:
     assert join(builtin.pieces, ids, skip) == builtin_library.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     parts=st.lists(st.one_of(st.sampled_from(SAMPLES), st.text(max_size=6)), min_size=1, max_size=5),
     skip=st.booleans(),
@@ -71,7 +71,7 @@ def test_byte_fallback_invalid_bytes(byte_fallback: Library, raw: bytes, text: s
     assert join(Pieces(byte_fallback), fallback_ids(byte_fallback, raw), True) == text
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 400), max_size=30))
 def test_window_is_three_bytes(byte_level: Library, byte_fallback: Library, ids: list[int]) -> None:
     """Whatever came, four more ASCII characters are shown at once: nothing older is held."""

@@ -284,6 +284,13 @@ def test_a_silent_scheduler_ends_open_streams(stage: Stage) -> None:
     stage.accept(prompt("z", rid=RID + 2))
 
 
+def test_a_scheduler_that_leaves_ends_open_streams_at_once(stage: Stage) -> None:
+    stage.accept(prompt("x"))
+    stage.scheduler.send(Goodbye("worker rank 0 has been silent"))
+    ended = stage.gateway.receive(Text)
+    assert ended.finished[0].message == "the scheduler has left: worker rank 0 has been silent"
+
+
 def test_sigterm_waits_for_open_requests(stage: Stage) -> None:
     stage.accept(prompt("x"))
     stage.process.signal(signal.SIGTERM)

@@ -48,7 +48,7 @@ def cut_ids(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return ids, cuts
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(
     cut=cut_ids(), stops=st.lists(st.sampled_from(["e", "th", "an", "he ca", "é", "zz"]), max_size=2), inc=st.booleans()
 )
@@ -72,7 +72,7 @@ def test_chunks_joined_are_the_whole_text(
     assert tokens == count
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(cut=cut_ids(), data=st.data())
 def test_any_offset_can_be_told_again(
     byte_level: Library, cut: tuple[list[int], list[int]], data: st.DataObject

@@ -18,7 +18,7 @@ def brute_force(text: str, stops: list[str]) -> tuple[str, int] | None:
     return None
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(pieces=st.lists(st.text("abc", max_size=4), max_size=8), stops=strings)
 def test_first_match_to_end_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
     matcher, text = StopMatcher(StopStrings(stops)), ""
