@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,18 +22,20 @@ from typing import Any
 import httpx
 import pytest
 
+from shared.models import builtin
 from tests.integration.server import free_port
 
 ROOT = Path(__file__).parents[2]
 READY_LIMIT = 240.0  # seconds; the first start converts the model's weights
 STREAM_LIMIT = 120.0
 LONG = 1500  # tokens; over a minute of the null worker
-NULL_WORKER = """
+NULL_WORKER = f"""
 services:
   worker:
     environment:
       QUIRE_WORKER: "null"
       QUIRE_NULL_STEP_MS: "50"
+      QUIRE_MODEL: /var/cache/quire/builtin/{builtin.FILE}  # named, so that it takes its vocabulary
 """
 DEATH_LIMIT = 5.0  # seconds after which no stream of a dead process may still look alive
 
@@ -61,7 +64,7 @@ class Deployment:
         self.port = free_port()
         v2 = subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
         self._command = ["docker", "compose"] if v2 else ["docker-compose"]
-        self._files = ["--file", str(ROOT / "compose.yaml")]
+        self.files = [str(ROOT / "compose.yaml")]
         self._env = os.environ | {
             "QUIRE_PUBLISH": f"127.0.0.1:{self.port}",
             "QUIRE_DTYPE": "float32",
@@ -70,17 +73,14 @@ class Deployment:
         }
 
     def compose(self, *args: str, timeout: float = 300) -> str:
-        command = [*self._command, "--project-name", self.project, *self._files, *args]
+        files = [word for file in self.files for word in ("--file", file)]
+        command = [*self._command, "--project-name", self.project, *files, *args]
         done = subprocess.run(command, cwd=ROOT, env=self._env, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def up(self, *args: str) -> None:
         self.compose("up", "-d", "--no-build", *args)
-
-    def override(self, file: Path) -> None:
-        """From now on ``file`` counts too."""
-        self._files += ["--file", str(file)]
 
     def containers(self, service: str = "") -> list[str]:
         """Ids of the containers of a service, or of all, in the order they were started; stopped ones included."""
@@ -150,15 +150,17 @@ def deployment() -> Iterator[Deployment]:
 
 
 @pytest.fixture(scope="module")
-def steady(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+def steady(deployment: Deployment) -> Iterator[Deployment]:
     """The deployment with a null worker: 20 tokens per second and stream, at next to no cost."""
-    file = tmp_path_factory.mktemp("compose") / "null.yaml"
-    file.write_text(NULL_WORKER)
-    deployment.override(file)
-    deployment.up("--no-deps", "worker")
-    wait_until(lambda: "'null'" in logs(deployment.containers("worker")[-1]), "the null worker runs", 60)
-    wait_until(deployment.serves, "the null worker serves", READY_LIMIT)
-    return deployment
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as override:
+        override.write(NULL_WORKER)
+        override.flush()
+        deployment.files.append(override.name)
+        deployment.up("--no-deps", "worker")
+        wait_until(lambda: "'null'" in logs(deployment.containers("worker")[-1]), "the null worker runs", 60)
+        wait_until(deployment.serves, "the null worker serves", READY_LIMIT)
+        yield deployment
+        deployment.files.remove(override.name)
 
 
 @dataclass
