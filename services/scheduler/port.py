@@ -26,7 +26,7 @@ from shared.wire import (
 
 log = logging.getLogger(__name__)
 
-DRAIN_AT_ONCE = 1000  # messages read before the loop looks at anything else
+DRAIN_AT_ONCE = 64  # messages read before the loop looks at the other socket: a flood must not delay a step
 
 Handlers = dict[type[Message], Callable[[Peer, Any], None]]
 

@@ -75,7 +75,7 @@ class Scheduler:
         if known is not None:
             self.streams.attach(known, owner, message.generated_counts)
             return Accept(message.rid, len(known.prompt))
-        if self._cancelled.pop(message.rid, None) is not None:
+        if message.rid in self._cancelled:
             return None
         max_tokens = self.limits.check(message)
         sampling = message.sampling

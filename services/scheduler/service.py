@@ -69,7 +69,7 @@ class SchedulerService:
                 Cancel: lambda peer, message: self._need_core().cancel(message.rid),
                 Stop: lambda peer, message: self._need_core().stop(message.rid, message.seq, message.keep),
                 Resume: lambda peer, message: self._need_core().streams.resume(
-                    message.rid, message.seq, message.offset
+                    peer.raw, message.rid, message.seq, message.offset
                 ),
                 Ack: lambda peer, message: self._need_core().streams.acknowledge(message.rids),
                 Query: self._on_query,

@@ -40,10 +40,17 @@ class Streams:
             self._send_from(sequence, counts[sequence.index] if sequence.index < len(counts) else 0)
         self.send_ends(request)
 
-    def resume(self, rid: int, index: int, offset: int) -> None:
-        """Sends a sequence's ids again from ``offset``, the request's ends included."""
+    def resume(self, owner: bytes, rid: int, index: int, offset: int) -> None:
+        """Sends a sequence's ids again from ``offset``, the request's ends included.
+
+        Who asks about a request that is not known any more gets an end, and need not wait for ever.
+        """
         request = self.requests.get(rid)
-        if request is not None and 0 <= index < len(request.sequences):
+        if request is None:
+            outbox = self.outbox(owner)
+            outbox.finished(Finished(rid, index, offset, "error", message="the scheduler does not know this request"))
+            outbox.done(Done(rid, prompt_tokens=0, cached_tokens=0, completion_tokens=offset))
+        elif 0 <= index < len(request.sequences):
             self._send_from(request.sequences[index], offset)
             self.send_ends(request)
 

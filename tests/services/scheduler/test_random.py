@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.streams import RESEND_AFTER
-from tests.services.scheduler.simulation import EOS, VOCAB, Simulation, toy_output
+from tests.services.scheduler.simulation import EOS, OWNER, VOCAB, Simulation, toy_output
 
 
 class Driver:
@@ -53,8 +53,9 @@ class Driver:
             case "receive":
                 simulation.receive(acknowledge=rng.random() < 0.9)
             case "resume":
-                rid = rng.randint(1, self.next_rid)
-                simulation.scheduler.streams.resume(rid, 0, rng.randint(0, 3))
+                rid = rng.choice([*simulation.scheduler.streams.requests, 0])
+                if rid:
+                    simulation.scheduler.streams.resume(OWNER, rid, 0, rng.randint(0, 3))
             case "restart":
                 simulation.restart()
 

@@ -344,6 +344,7 @@ def test_a_cancel_before_its_submit_is_remembered_for_ten_seconds() -> None:
     simulation.scheduler.cancel(1)
     simulation.scheduler.cancel(2)
     assert simulation.submit(1, [1], 5) is None
+    assert simulation.submit(1, [1], 5) is None  # a SUBMIT may be sent again until it is answered
     simulation.now += 11
     simulation.scheduler.expire()
     assert simulation.submit(2, [1], 5) is not None
@@ -389,12 +390,22 @@ def test_resume_sends_everything_from_an_offset_with_the_ends() -> None:
     simulation.drain_without_receiving()
     (outbox,) = simulation.scheduler.streams.ready()
     outbox.take(0)  # lost on the way
-    simulation.scheduler.streams.resume(1, 0, 3)
+    simulation.scheduler.streams.resume(OWNER, 1, 0, 3)
     message = outbox.take(0)
     assert (message.rids, message.offsets, message.counts) == ([1], [3], [5])
     assert message.ids.tolist() == toy_output([1] * 5, 8)[3:]
     assert [finished.tokens for finished in message.finished] == [8]
     assert [done.rid for done in message.done] == [1]
+
+
+def test_resume_of_an_unknown_request_ends_it() -> None:
+    simulation = Simulation()
+    simulation.scheduler.streams.resume(OWNER, 9, 0, 5)
+    simulation.receive()
+    finished = simulation.finished[9, 0]
+    assert (finished.reason, finished.tokens) == ("error", 5)
+    assert "does not know this request" in finished.message
+    assert simulation.done[9].completion_tokens == 5
 
 
 def test_a_second_submit_attaches_and_never_runs_twice() -> None:
