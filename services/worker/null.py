@@ -22,7 +22,7 @@ from shared.wire import Memory, NewRow, Plan
 
 DEFAULT_BLOCKS = 4096
 DEFAULT_MODEL_LEN = 2048
-DEFAULT_VOCAB = 32_000
+DEFAULT_VOCAB = 49_152  # these two as the built-in model has them, so that its tokenizer fits without loading it
 DEFAULT_EOS = (2,)
 TIRED_ABOVE = 1.0  # with a temperature above this, one token in sixteen is an EOS
 BASE = 0x9E3779B97F4A7C15  # odd, so that its powers modulo 2**64 never vanish

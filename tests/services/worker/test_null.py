@@ -215,7 +215,7 @@ def test_a_slot_in_use_and_max_model_len_are_kept() -> None:
 
 def test_memory_without_a_model() -> None:
     memory = NullExecutor.from_config(WorkerConfig(worker="null")).memory
-    assert (memory.vocab_size, memory.eos_ids, memory.num_blocks, memory.max_model_len) == (32_000, [2], 4096, 2048)
+    assert (memory.vocab_size, memory.eos_ids, memory.num_blocks, memory.max_model_len) == (49_152, [2], 4096, 2048)
     memory = NullExecutor.from_config(WorkerConfig(worker="null", num_gpu_blocks_override=9, max_model_len=77)).memory
     assert (memory.num_blocks, memory.max_model_len, memory.host_blocks) == (9, 77, 0)
 
