@@ -188,7 +188,7 @@ class SchedulerService:
         if self._core is not None:
             self._core.end_all(message)
             self._deliver(self._core)
-        self._workers.send_all(Goodbye(message))
+        self._workers.send_all(Goodbye(message if code else ""))  # a reason means that something went wrong
 
     def _close(self) -> None:
         self._clients.close()

@@ -171,7 +171,8 @@ class WorkerService:
                 self._joined = False
                 self._send(self.hello(self._executor.memory))
             case Goodbye():
-                self._end(f"the scheduler has left: {message.reason}", 0)
+                why, code = (message.reason, 1) if message.reason else ("it shuts down", 0)
+                self._end(f"the scheduler has left: {why}", code)
             case Fault():
                 log.error("the scheduler refused a message: %s", message.message)
             case _:

@@ -179,7 +179,7 @@ def test_a_silent_rank_is_named_and_ends_open_streams(tmp_path: Path) -> None:
         assert re.fullmatch(r"worker rank 1 has been silent for [345]\.\d s", finished.message)
         assert server.scheduler is not None
         assert server.scheduler.wait(5) == 1
-        assert server.workers[0].wait(10) == 0  # told GOODBYE
+        assert server.workers[0].wait(2) == 1  # told GOODBYE with that reason
 
 
 def test_a_long_step_is_no_silence(tmp_path: Path) -> None:

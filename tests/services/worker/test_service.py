@@ -166,12 +166,13 @@ def test_garbage_is_answered_and_hello_repeated_when_asked(scheduler: FakeSchedu
     assert scheduler.step(prefill(0, [7, 8], [3], full=True), 1).ids.tolist() == toy_output([7, 8], 1)
 
 
-def test_goodbye_both_ways(scheduler: FakeScheduler) -> None:
+@pytest.mark.parametrize(("reason", "code"), [("", 0), ("worker rank 1 has left", 1)])
+def test_goodbye_both_ways(scheduler: FakeScheduler, reason: str, code: int) -> None:
     scheduler.welcome()
     scheduler.step(prefill(0, [7, 8], [3], full=True), 1)
-    scheduler.send(Goodbye("the server is shutting down"))
-    assert "the server is shutting down" in scheduler.receive(Goodbye).reason
-    assert scheduler.join() == 0
+    scheduler.send(Goodbye(reason))
+    assert scheduler.receive(Goodbye).reason == f"the scheduler has left: {reason or 'it shuts down'}"
+    assert scheduler.join() == code
 
 
 def test_a_silent_scheduler_ends_the_worker(scheduler: FakeScheduler) -> None:
