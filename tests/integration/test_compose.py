@@ -123,6 +123,11 @@ def docker(*args: str) -> str:
     return done.stdout
 
 
+def inspect(container: str) -> dict[str, Any]:
+    (found,) = json.loads(docker("inspect", container))
+    return dict(found)
+
+
 def logs(container: str) -> str:
     done = subprocess.run(["docker", "logs", container], capture_output=True, text=True, timeout=60)
     return done.stdout + done.stderr
@@ -242,16 +247,16 @@ def test_it_serves_a_chat(deployment: Deployment) -> None:
 def test_nothing_runs_as_root_or_can_write_its_own_files(deployment: Deployment) -> None:
     for container in deployment.containers():
         assert docker("exec", container, "id", "-u").strip() == "10001"
-        config = json.loads(docker("inspect", container))[0]
-        assert config["HostConfig"]["ReadonlyRootfs"]
-        assert config["HostConfig"]["CapDrop"] == ["ALL"]
+        limits = inspect(container)["HostConfig"]
+        assert limits["ReadonlyRootfs"]
+        assert limits["CapDrop"] == ["ALL"]
     published = [port for one in deployment.containers() for port in docker("port", one).split("\n") if port]
     assert published == [f"8000/tcp -> 127.0.0.1:{deployment.port}"]
 
 
 def test_health_checks_of_all_become_healthy(deployment: Deployment) -> None:
     def healthy(container: str) -> bool:
-        return docker("inspect", "--format", "{{.State.Health.Status}}", container).strip() == "healthy"
+        return bool(inspect(container)["State"]["Health"]["Status"] == "healthy")
 
     # Docker asks for the first time 30 s after a container's start.
     wait_until(lambda: all(map(healthy, deployment.containers())), "all healthy", 90)
@@ -283,7 +288,7 @@ def test_new_gateways_and_tokenizers_get_work_and_no_stream_breaks(steady: Deplo
         stream.check_whole()
     assert len({stream.text for stream in streams}) == 1  # all asked the same
     for container in (gateway, tokenizer):
-        assert docker("inspect", "--format", "{{.State.ExitCode}}", container).strip() == "0"
+        assert inspect(container)["State"]["ExitCode"] == 0
 
 
 def stopped_while_it_worked(tokenizer: str) -> bool:
@@ -321,6 +326,15 @@ def test_a_killed_container_ends_its_streams_with_an_error_and_the_rest_recovers
     wait_until(steady.serves, "it serves again", READY_LIMIT)
 
 
+def test_what_dies_by_itself_is_started_again(steady: Deployment) -> None:
+    wait_until(steady.serves, "it serves", READY_LIMIT)
+    (worker,) = steady.containers("worker")
+    before = inspect(worker)["RestartCount"]
+    subprocess.run(["docker", "exec", worker, "sh", "-c", "kill -KILL -1"], timeout=60)  # all but the init
+    wait_until(lambda: inspect(worker)["RestartCount"] > before, "started again", 60)
+    wait_until(steady.serves, "it serves again", READY_LIMIT)
+
+
 def test_stop_ends_streams_with_an_error_event_and_kills_nothing(steady: Deployment) -> None:
     wait_until(steady.ready, "ready", READY_LIMIT)
     stream = Stream(LONG)
@@ -331,7 +345,7 @@ def test_stop_ends_streams_with_an_error_event_and_kills_nothing(steady: Deploym
     thread.join(DEATH_LIMIT)
     assert not thread.is_alive()
     assert (stream.failure, bool(stream.errors), stream.done) == ("", True, True)
-    states = {one: json.loads(docker("inspect", one))[0]["State"] for one in steady.containers()}
+    states = {one: inspect(one)["State"] for one in steady.containers()}
     assert {state["Status"] for state in states.values()} == {"exited"}
     killed = [logs(one) for one, state in states.items() if state["ExitCode"] == 137]
     assert killed == []
