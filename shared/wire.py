@@ -163,6 +163,7 @@ class SubmitText(Message):
     Exactly one of ``messages`` (chat), ``prompt`` and ``prompt_ids`` is given (``endpoint`` says which kind of answer).
     generated/generated_counts: output ids each sequence already has, when a request is sent a second time.
     priority: lower runs first. tenant: whose share it counts against. arrival: Unix seconds at the gateway.
+    timeout: seconds from the scheduler's taking it in until it has to be complete, 0 for any time.
     """
 
     kind: ClassVar[Kind] = Kind.SUBMIT_TEXT
@@ -183,6 +184,7 @@ class SubmitText(Message):
     cache_salt: str = ""
     tenant: str = ""
     arrival: float = 0.0
+    timeout: float = 0.0
     generated: Int32 = field(default_factory=no_ids)
     generated_counts: list[int] = field(default_factory=list)
 
@@ -200,6 +202,7 @@ class SubmitTokens(Message):
     cache_salt: str = ""
     tenant: str = ""
     arrival: float = 0.0
+    timeout: float = 0.0
     generated: Int32 = field(default_factory=no_ids)
     generated_counts: list[int] = field(default_factory=list)
 
@@ -254,6 +257,7 @@ class Finished:
     """The one end of a sequence. reason: stop, length, abort or error. ``tokens`` is its output length.
 
     stop_reason: the stop string, or the stop token id in decimal, or empty (EOS, length). message: why, for error.
+    code: a stable word for the error, such as queue_timeout.
     """
 
     rid: int
@@ -262,6 +266,7 @@ class Finished:
     reason: str
     stop_reason: str = ""
     message: str = ""
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
         scope["app"] = router  # so that 404 and 405 are raised, and answered like every other error
         await router(scope, receive, send)
 
-    app: ASGIApp = Errors(ApiKeys(routed, config.api_key))
+    app: ASGIApp = Errors(ApiKeys(routed, config.api_key, trust_header=config.trust_tenant_header))
     app = RequestContext(app, engine.metrics, config.access_log)
     return CORSMiddleware(
         app,

@@ -26,6 +26,7 @@ from shared.wire import (
     Accept,
     Ack,
     Cancel,
+    Finished,
     Heartbeat,
     Hello,
     Message,
@@ -357,8 +358,7 @@ class Engine:
             request.outputs[finished.seq].finish(finished)
             request.progress()
             if finished.reason == "error":
-                error = RequestError(finished.message or "the request failed", status=500, code="internal_error")
-                request.fail(error, ended=True)
+                request.fail(_failure(finished), ended=True)
         received = []
         for done in message.done:
             request = tokenizer.requests.get(done.rid)
@@ -405,6 +405,13 @@ class Engine:
                         request.heard = now
                         for seq, output in enumerate(request.outputs):
                             tokenizer.send(Resume(request.rid, seq, output.chars))
+
+
+def _failure(finished: Finished) -> RequestError:
+    """A request that came too late failed by the server's load, any other by the server's fault."""
+    status = 503 if finished.code in ("queue_timeout", "deadline_exceeded") else 500
+    message, code = finished.message or "the request failed", finished.code or "internal_error"
+    return RequestError(message, status=status, code=code)
 
 
 def _rejection(message: Reject) -> RequestError:

@@ -78,6 +78,7 @@ class Shape(ABC, Generic[R]):
                 cache_salt=asked.cache_salt or "",
                 tenant=tenant,
                 arrival=time.time(),
+                timeout=asked.timeout or 0.0,
                 **prompt,
             )
 

@@ -24,7 +24,7 @@ access = logging.getLogger("quire.access")
 
 GONE = 499  # for log and metrics only: there is nobody to send it to
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
@@ -36,7 +36,7 @@ class RequestContext:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begin = time.monotonic()
         offered = Headers(scope=scope).get("x-request-id", "")
-        request_id = offered if _REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
+        request_id = offered if _NAME.fullmatch(offered) else uuid.uuid4().hex
         scope["state"] = {"request_id": request_id, "tenant": ""}
         status = GONE
 
@@ -96,15 +96,24 @@ class Errors:
 
 
 class ApiKeys:
-    """Lets only holders of a key in, except to the paths that say nothing about anybody's requests."""
+    """Lets only holders of a key in, except to the paths that say nothing about anybody's requests.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
+    A tenant is the holder of a key, by the first 16 hex digits of its SHA-256. With ``trust_header`` the X-Tenant
+    header of a proxy that knows its users better names the tenant instead.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], *, trust_header: bool = False) -> None:
+        self._app, self._trust_header = app, trust_header
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
         if self._digests and scope["path"] not in OPEN_PATHS:
-            scope["state"]["tenant"] = self._tenant(Headers(scope=scope).get("authorization", ""))
+            scope["state"]["tenant"] = self._tenant(headers.get("authorization", ""))
+        if self._trust_header and (name := headers.get("x-tenant")) is not None:
+            if not _NAME.fullmatch(name):
+                raise RequestError("X-Tenant: 1 to 128 visible ASCII characters are allowed", code="invalid_value")
+            scope["state"]["tenant"] = name
         await self._app(scope, receive, send)
 
     def _tenant(self, authorization: str) -> str:

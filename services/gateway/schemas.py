@@ -192,6 +192,7 @@ class GenerationRequest(Model):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    timeout: float | None = Field(None, gt=0, le=86400)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 

@@ -126,6 +126,7 @@ class Streams:
             cache_salt=message.cache_salt,
             tenant=message.tenant,
             arrival=message.arrival,
+            timeout=message.timeout,
             generated=message.generated,
             generated_counts=message.generated_counts,
         )

@@ -34,9 +34,9 @@ MESSAGES: list[wire.Message] = [
     wire.Roster(2, ["tokenizer:0:0123456789abcdef"], ["ipc:///t"]),
     wire.SubmitText(
         RID, "req-1", "chat", SAMPLING, [{"role": "user", "content": "안녕"}], {"x": 1}, None, int32([]), True, True,
-        ["\n"], False, True, 1, "salt", "tenant", 1.5, int32([9, 8]), [2],
+        ["\n"], False, True, 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2],
     ),
-    wire.SubmitTokens(RID, "req-1", SAMPLING, int32([1, 2, 70000]), 1, "salt", "tenant", 1.5, int32([9, 8]), [2]),
+    wire.SubmitTokens(RID, "req-1", SAMPLING, int32([1, 2, 70000]), 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2]),
     wire.Accept(RID, 3, int32([1, 2, 3])),
     wire.Reject(RID, 429, "queue_full", "", "too many", 1.5),
     wire.Cancel(RID, "client gone"),
