@@ -10,8 +10,10 @@ def check(scheduler: Scheduler) -> None:
     """Raises AssertionError when blocks, tables, slots, queues and steps contradict one another."""
     requests, rows, steps, limits = scheduler.streams.requests, scheduler.rows, scheduler.steps, scheduler.limits
     sequences = [sequence for request in requests.values() for sequence in request.sequences]
-    tables = [sequence.blocks for sequence in sequences if sequence.blocks]
-    scheduler.pool.check_invariants([*tables, *(step.reclaim for step in steps)])
+    leaving = {sequence for step in steps for sequence in step.vacated}
+    holders = {sequence for sequence in sequences if sequence.blocks} | leaving
+    pins = [(step.step_id, step.pins) for step in steps]
+    scheduler.tables.check_invariants([*((sequence, sequence.blocks) for sequence in holders), *pins])
     assert len(steps) <= MAX_STEPS_IN_FLIGHT
 
     occupants = rows.occupants()
@@ -20,14 +22,18 @@ def check(scheduler: Scheduler) -> None:
     assert by_state[State.PREFILL] == set(scheduler.prefilling)
     assert by_state[State.PREEMPTED] == set(scheduler.preempted)
     assert by_state[State.WAITING] == set(scheduler.waiting)
-    assert scheduler.waiting_tokens == sum(len(sequence.request.prompt) for sequence in scheduler.waiting)
+    places = [sequence for leader in scheduler.waiting for sequence in (leader, *leader.forks)]
+    assert len(scheduler.waiting) == len(places)
+    assert scheduler.waiting.tokens == sum(len(sequence.request.prompt) for sequence in places)
+    assert by_state[State.FORK] == {fork for sequence in sequences for fork in sequence.forks}
     in_flight = {sequence for step in steps for sequence in step.sequences}
     assert by_state[State.DRAIN] <= in_flight, "a draining sequence waits for no step"
     assert set(scheduler.streams.unacknowledged) == {r.rid for r in requests.values() if r.done is not None}
 
     for sequence in sequences:
         assert (sequence.finished is not None) == (sequence.state is State.FINISHED)
-        assert bool(sequence.blocks) == (sequence.slot >= 0), "blocks without a slot"
+        assert bool(sequence.blocks) == (sequence.slot >= 0 or sequence in leaving), "blocks without a slot"
+        assert all(fork.state is State.FORK for fork in sequence.forks)
         assert len(sequence.output) <= sequence.request.max_tokens
     for sequence in occupants:
         slot, decoding = sequence.slot, bool(rows.decoding[sequence.slot])

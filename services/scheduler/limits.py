@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from services.scheduler.config import SchedulerConfig
-from shared.errors import RequestError
+from shared.errors import ConfigError, RequestError
 from shared.wire import Memory, SubmitTokens
 
 
@@ -24,6 +24,12 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued_reqs: int
+    max_num_queued_tokens: int | None = None
+    max_queue_time: float = math.inf
+    scheduling_policy: str = "fcfs"
+    tenant_weights: dict[str, float] = field(default_factory=dict)
+    enable_prefix_caching: bool = True
+    prefix_isolation: str = "none"
 
     @classmethod
     def build(cls, config: SchedulerConfig, memory: Memory) -> Limits:
@@ -36,6 +42,12 @@ class Limits:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_queued_reqs=config.max_num_queued_reqs,
+            max_num_queued_tokens=config.max_num_queued_tokens,
+            max_queue_time=math.inf if config.max_queue_time is None else config.max_queue_time,
+            scheduling_policy=config.scheduling_policy,
+            tenant_weights=parse_weights(config.tenant_weights),
+            enable_prefix_caching=config.enable_prefix_caching,
+            prefix_isolation=config.prefix_isolation,
         )
 
     def blocks_for(self, tokens: int) -> int:
@@ -68,6 +80,17 @@ class Limits:
         ):
             if not valid:
                 raise RequestError(f"{name} is {value}, not {rule}", code="invalid_value", param=name)
+        if message.priority and self.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority is {message.priority}, but this server's scheduling policy is {self.scheduling_policy!r}; "
+                f"only with 'priority' it has an effect",
+                code="unsupported_value",
+                param="priority",
+            )
+        if not 0 <= message.timeout < math.inf:
+            raise RequestError(
+                f"timeout is {message.timeout}, not finite, at least 0", code="invalid_value", param="timeout"
+            )
         left = self.max_model_len - len(prompt)
         max_tokens = max(left, 1) if sampling.max_tokens is None else sampling.max_tokens
         if max_tokens < 1:
@@ -100,6 +123,20 @@ class Limits:
             f"{self.num_blocks - 1} usable KV blocks of {self.block_size} tokens: {tokens} tokens, "
             f"{tokens / self.max_model_len:.1f} requests of max_model_len {self.max_model_len}"
         )
+
+
+def parse_weights(texts: list[str]) -> dict[str, float]:
+    """Tenants' weights from NAME=WEIGHT. Raises ConfigError naming the one that is no such pair."""
+    weights = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            weights[name] = math.nan
+        if not ("=" in text and 0 < weights[name] < math.inf):
+            raise ConfigError(f"--tenant-weights {text!r} is not NAME=WEIGHT with a number above 0")
+    return weights
 
 
 def split_generated(message: SubmitTokens) -> list[list[int]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.limits import parse_weights
 from services.scheduler.service import SchedulerService
 from shared import lifeline, log
 from shared.config import describe, parse
@@ -25,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
             f"--max-num-batched-tokens is {config.max_num_batched_tokens}, below --max-num-seqs "
             f"({config.max_num_seqs}): every running sequence needs one token a step"
         )
+    parse_weights(config.tenant_weights)
     log.configure("scheduler", config.log_level)
     logging.getLogger(__name__).info("config: %s", describe(config))
     if config.bind.startswith("ipc:///"):

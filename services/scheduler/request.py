@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 from services.scheduler.outbox import Outbox
+from services.scheduler.prefix_cache import Chain
 from shared.codec import Int32, no_ids
 from shared.sampling import SamplingParams
 from shared.wire import Done, Finished
@@ -13,6 +15,7 @@ from shared.wire import Done, Finished
 
 class State(Enum):
     WAITING = "waiting"  # never admitted yet
+    FORK = "fork"  # waits for a sibling to compute the prompt of both
     PREFILL = "prefill"  # has a slot; its tokens are being computed in chunks
     DECODE = "decode"  # has a slot; one token in every plan
     DRAIN = "drain"  # all its tokens are planned, the last is in flight; its slot is another's already
@@ -24,20 +27,29 @@ class State(Enum):
 class Sequence:
     """One answer of a request.
 
-    output: accepted ids, all of them until the request is forgotten. blocks: its block table, empty without a slot.
-    feed: the tokens to compute before it decodes (prompt + output at admission). computed: how many of these are
-    planned. fence: the last step that names its blocks; until that one is retired they are not given back.
+    output: accepted ids, all of them until the request is forgotten. blocks: its block table. chain: what the prefix
+    cache has of it. feed: the tokens to compute before it decodes (prompt + output at admission). cached: how many of
+    these had their KV at admission. computed: how many are planned. fence: the last step that names its blocks; until
+    that one is retired they are not given back, slot or no slot. forks: siblings that wait for it to compute the
+    prompt, all of whom sample from its last position. awaits: the step from which on it waits for others to compute
+    what it shares with them, 0 when it does not wait.
+    passes: how often smaller ones were admitted before it because it did not fit.
     """
 
     request: Request
     index: int
     output: list[int]
+    chain: Chain
     state: State = State.WAITING
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     feed: Int32 = field(default_factory=no_ids)
+    cached: int = 0
     computed: int = 0
+    forks: list[Sequence] = field(default_factory=list)
+    awaits: int = 0
     fence: int = 0
+    passes: int = 0
     preemptions: int = 0
     finished: Finished | None = None
 
@@ -53,7 +65,11 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """order: place in the order of arrival. stop_ids end a sequence. Times are seconds on the scheduler's clock."""
+    """order: place in the order of arrival. stop_ids end a sequence. Times are seconds on the scheduler's clock.
+
+    timeout: seconds after arrival until it has to be complete, 0 for any time. cached_tokens: of the prompt, at its
+    first admission.
+    """
 
     rid: int
     request_id: str
@@ -65,11 +81,18 @@ class Request:
     priority: int
     order: int
     arrived: float
+    tenant: str = ""
+    timeout: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)
+    cached_tokens: int = 0
     scheduled: float | None = None
     first_token: float | None = None
     ended: float = 0.0  # once done is set
     done: Done | None = None
+
+    @property
+    def deadline(self) -> float:
+        return self.arrived + self.timeout if self.timeout else math.inf
 
     @property
     def preemptions(self) -> int:

@@ -15,6 +15,7 @@ class Rows:
 
     decoding: bool[slots], in every plan until vacated. length: tokens whose KV is stored once all planned steps have
     run. capacity: tokens the block table holds. last_length: the length at which the last allowed token is sampled.
+    forked: bool[slots], the row's last block may be another's too, which matters before it writes there.
     leaving: slots the next plan releases; they can be given to new rows of that very plan.
     """
 
@@ -23,6 +24,7 @@ class Rows:
         self.length = np.zeros(max_num_seqs, dtype=np.int64)
         self.capacity = np.zeros(max_num_seqs, dtype=np.int64)
         self.last_length = np.zeros(max_num_seqs, dtype=np.int64)
+        self.forked = np.zeros(max_num_seqs, dtype=np.bool_)
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self.generations = [0] * max_num_seqs
         self.leaving: list[int] = []
@@ -50,6 +52,10 @@ class Rows:
         """Decoding slots whose next token does not fit into their blocks."""
         return np.flatnonzero(self.decoding & (self.length >= self.capacity)).tolist()
 
+    def writing_to_forked(self) -> list[int]:
+        """Decoding slots whose next token goes into a block that may be shared."""
+        return np.flatnonzero(self.decoding & self.forked & (self.length < self.capacity)).tolist()
+
     def occupy(self, sequence: Sequence) -> int:
         """Gives ``sequence`` a slot under a new generation."""
         slot = self._free.pop()
@@ -60,6 +66,7 @@ class Rows:
 
     def start_decoding(self, slot: int, length: int, last_length: int) -> None:
         self.decoding[slot] = True
+        self.forked[slot] = False
         self.length[slot] = length
         self.last_length[slot] = last_length
 

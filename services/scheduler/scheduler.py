@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from services.scheduler.block_pool import BlockPool
 from services.scheduler.limits import Limits, split_generated
+from services.scheduler.prefix_cache import Chain, Digest, digest, encode_salt
 from services.scheduler.request import Request, Sequence, State
 from services.scheduler.rows import Rows
 from services.scheduler.stats import Load, Stats
 from services.scheduler.steps import Draft, Step
 from services.scheduler.streams import Streams
+from services.scheduler.tables import Tables
+from services.scheduler.waiting import WaitingQueue
 from shared.codec import Int32, int32, no_ids
 from shared.errors import QuireError, RequestError
 from shared.ids import client_of
 from shared.wire import Accept, Done, Finished, Plan, SubmitTokens
 
 MAX_STEPS_IN_FLIGHT = 2
+AWAIT_STEPS = 256  # plans in which a sequence waits for another to compute what they share, at most
 REMEMBER_CANCEL = 10.0  # seconds an unknown rid's CANCEL keeps its SUBMIT from running
 
 
@@ -43,16 +46,18 @@ class Scheduler:
         scheduler_epoch: int,
         worker_epoch: int,
         clock: Callable[[], float] = time.monotonic,
+        digest: Digest = digest,
     ) -> None:
         self.limits = limits
         self.stats = stats
         self.scheduler_epoch = scheduler_epoch
         self.worker_epoch = worker_epoch
-        self.pool = BlockPool(limits.num_blocks)
+        self.tables = Tables(limits, digest)
+        self.pool = self.tables.pool
         self.rows = Rows(limits.max_num_seqs)
         self.steps: deque[Step] = deque()
         self.streams = Streams()
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.waiting = WaitingQueue(limits.scheduling_policy, limits.tenant_weights)
         self.preempted: list[Sequence] = []  # in the order they come back
         self.prefilling: list[Sequence] = []
         self.last_step = 0  # the newest step planned
@@ -60,7 +65,8 @@ class Scheduler:
         self._full = True  # the next plan has to be a full one
         self._cancelled: dict[int, float] = {}  # rid → when its early CANCEL came
         self._arrivals = 0
-        self.waiting_tokens = 0
+        self._holdup = "turn"  # why the last plan admitted no more
+        self._too_big: set[Sequence] = set()  # those it looked at that did not fit
         self._watermark = max(1, self.pool.num_usable // 100)
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -92,12 +98,20 @@ class Scheduler:
             priority=message.priority,
             order=self._arrivals,
             arrived=self._clock(),
+            tenant=message.tenant,
+            timeout=message.timeout,
         )
-        request.sequences = [Sequence(request, i, ids) for i, ids in enumerate(split_generated(message))]
+        salt = self._salt(message)
+        request.sequences = [Sequence(request, i, ids, Chain(salt)) for i, ids in enumerate(split_generated(message))]
         self.streams.requests[request.rid] = request
+        if not len(message.generated):
+            leader, *leader.forks = request.sequences
+            for sequence in leader.forks:
+                sequence.state = State.FORK
+            self.waiting.add(leader)
+            return Accept(message.rid, len(request.prompt))
         for sequence in request.sequences:
-            self.waiting[sequence] = None
-            self.waiting_tokens += len(request.prompt)
+            self.waiting.add(sequence)
             if sequence.output:
                 self._end_if_over(sequence)
         return Accept(message.rid, len(request.prompt))
@@ -149,10 +163,34 @@ class Scheduler:
         return len(still_open)
 
     def expire(self) -> list[int]:
-        """Once a second: forgets old cancels, repeats unacknowledged ends, gives up the oldest (returned)."""
+        """Once a second: ends what is too late and forgets old cancels.
+
+        Repeats unacknowledged ends, and gives up the oldest, whose rids it returns.
+        """
         now = self._clock()
+        self._end_the_late(now)
+        if self.waiting.shares is not None:
+            tenants = {request.tenant for request in self.streams.requests.values()}
+            self.waiting.shares.forget(tenants, self.waiting.tenants())
         self._cancelled = {rid: at for rid, at in self._cancelled.items() if now - at < REMEMBER_CANCEL}
         return self.streams.expire(now)
+
+    def waits_for(self, sequence: Sequence) -> str:
+        """Why a sequence has no slot.
+
+        preempted, prefix (somebody is computing what it shares with them), slots, budget (tokens of a step), memory, or
+        turn (others go first).
+        """
+        if sequence.state is State.PREEMPTED:
+            return "preempted"
+        if sequence.awaits:
+            return "prefix"
+        if self._holdup != "turn":
+            return self._holdup
+        return "memory" if sequence in self._too_big else "turn"
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        return Counter(map(self.waits_for, [*self.waiting, *self.preempted]))
 
     @property
     def load(self) -> Load:
@@ -162,6 +200,7 @@ class Scheduler:
             preempted=len(self.preempted),
             blocks_used=self.pool.num_used,
             blocks_total=self.pool.num_usable,
+            blocks_cached=self.pool.num_cached,
         )
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -176,9 +215,12 @@ class Scheduler:
             sequence.state = State.DRAIN
         if not self._secure_decode_blocks():
             return None
+        self.pool.now = self._clock()
         draft = Draft()
         decode_slots = self.rows.decode_slots()
         self._append_blocks(draft)
+        self._copy_forked_blocks(draft)
+        self.rows.forked[decode_slots] = False
         budget = self.limits.max_num_batched_tokens - len(decode_slots)
         for sequence in list(self.prefilling):
             budget -= self._compute(draft, sequence, budget)
@@ -194,8 +236,9 @@ class Scheduler:
         if not np.array_equal(slots, self.steps[0].slots) or len(ids) != len(slots):
             raise StepError(f"worker rank 0 answered other slots than those of step {step_id}")
         step = self.steps.popleft()
-        now = self._clock()
-        delivered = 0
+        now = self.pool.now = self._clock()
+        self._publish(step)
+        delivered, shares = 0, self.waiting.shares
         for sequence, token in zip(step.sequences, ids.tolist(), strict=True):
             if sequence.finished is not None:
                 continue  # the overrun row of a sequence that ended while this step was in flight
@@ -203,12 +246,16 @@ class Scheduler:
             if request.first_token is None:
                 request.first_token = now
                 self.stats.prompt_computed(len(request.prompt))
+                self.stats.prompt_cached(len(request.prompt), request.cached_tokens)
             request.outbox.token(request.rid, sequence.index, len(output), token)
             output.append(token)
             delivered += 1
+            if shares is not None:
+                shares.serve(request.tenant, output_tokens=1)
             if token in request.stop_ids or len(output) >= request.max_tokens:
                 self._end_if_over(sequence)
-        self.pool.release(step.reclaim)
+        self._give_back(step)
+        self.stats.cache_events(*self.tables.take_counts())
         self.stats.delivered(delivered)
         self.stats.stepped(step.tokens, now)
 
@@ -217,9 +264,10 @@ class Scheduler:
         self.worker_epoch = worker_epoch
         lost = {sequence for step in self.steps for sequence in step.sequences if sequence.state is State.DRAIN}
         while self.steps:
-            self.pool.release(self.steps.popleft().reclaim)
+            self._give_back(self.steps.popleft())
         for sequence in self.rows.occupants():
             self._preempt(sequence)
+        self.tables.clear()
         for sequence in lost:
             sequence.state = State.PREEMPTED
             insort(self.preempted, sequence, key=_return_key)
@@ -228,17 +276,50 @@ class Scheduler:
     # ---- within ----------------------------------------------------------------------------------------------------
 
     def _check_queue(self, message: SubmitTokens) -> None:
-        bound = self.limits.max_num_queued_reqs + self.rows.num_free
-        if message.generated_counts or len(self.waiting) + message.sampling.n <= bound:
+        """Raises RequestError 429 when the queue is full, beyond what can start at once."""
+        limits, rows = self.limits, self.rows.num_free
+        if message.generated_counts:
             return
-        self.stats.rejected()
+        n, tokens = message.sampling.n, message.sampling.n * len(message.prompt_ids)
+        room = self.pool.num_available * limits.block_size if rows else 0
+        if len(self.waiting) + n > limits.max_num_queued_reqs + rows:
+            name, problem = "max_num_queued_reqs", f"{len(self.waiting)} requests are waiting already"
+        elif limits.max_num_queued_tokens is not None and self.waiting.tokens + tokens > (
+            limits.max_num_queued_tokens + room
+        ):
+            name = "max_num_queued_tokens"
+            problem = f"{self.waiting.tokens} prompt tokens are waiting already, and this request has {tokens}"
+        else:
+            return
+        self.stats.rejected(name)
         raise RequestError(
-            f"{len(self.waiting)} requests are waiting already (max_num_queued_reqs is "
-            f"{self.limits.max_num_queued_reqs})",
+            f"{problem} ({name} is {getattr(limits, name)})",
             status=429,
             code="queue_full",
-            retry_after=self.stats.retry_after(self.waiting_tokens, len(self.waiting), self._clock()),
+            retry_after=self.stats.retry_after(self.waiting.tokens, len(self.waiting), self._clock()),
         )
+
+    def _end_the_late(self, now: float) -> None:
+        """Ends requests that waited for too long or are past their deadline, running or not."""
+        limit = self.limits.max_queue_time
+        for request in [request for request in self.streams.requests.values() if request.done is None]:
+            waited, waiting = now - request.arrived, request.scheduled is None
+            if now >= request.deadline:
+                code = "queue_timeout" if waiting else "deadline_exceeded"
+                message = f"not complete {waited:.1f} s after its arrival: timeout is {request.timeout:g} s"
+            elif waiting and waited >= limit and not any(sequence.output for sequence in request.sequences):
+                code, message = "queue_timeout", f"waited {waited:.1f} s: max_queue_time is {limit:g} s"
+            else:
+                continue
+            self.stats.expired(code)
+            for sequence in request.sequences:
+                if sequence.finished is None:
+                    self._finish(sequence, "error", message=message, code=code)
+
+    def _salt(self, message: SubmitTokens) -> bytes:
+        """What has to be equal, beside the tokens, for two requests to share blocks."""
+        tenant = message.tenant if self.limits.prefix_isolation == "tenant" else ""
+        return encode_salt(cache_salt=message.cache_salt, tenant=tenant)
 
     def _cancel_all(self, requests: Iterable[Request]) -> int:
         still_open = [request.rid for request in requests if request.done is None]
@@ -260,14 +341,17 @@ class Scheduler:
         elif len(sequence.output) >= request.max_tokens:
             self._finish(sequence, "length")
 
-    def _finish(self, sequence: Sequence, reason: str, *, stop_reason: str = "", message: str = "") -> None:
+    def _finish(
+        self, sequence: Sequence, reason: str, *, stop_reason: str = "", message: str = "", code: str = ""
+    ) -> None:
         request = sequence.request
         self._leave_queues(sequence)
+        self._hand_over_forks(sequence)
         if sequence.slot >= 0:
             self._vacate(sequence)
         sequence.state = State.FINISHED
         sequence.feed = no_ids()
-        finished = Finished(request.rid, sequence.index, len(sequence.output), reason, stop_reason, message)
+        finished = Finished(request.rid, sequence.index, len(sequence.output), reason, stop_reason, message, code)
         self.streams.end(sequence, finished)
         if all(one.finished is not None for one in request.sequences):
             now = self._clock()
@@ -276,8 +360,7 @@ class Scheduler:
 
     def _leave_queues(self, sequence: Sequence) -> None:
         if sequence.state is State.WAITING:
-            del self.waiting[sequence]
-            self.waiting_tokens -= len(sequence.request.prompt)
+            self.waiting.remove(sequence)
         elif sequence.state is State.PREEMPTED:
             self.preempted.remove(sequence)
         elif sequence.state is State.PREFILL:
@@ -289,12 +372,39 @@ class Scheduler:
             sequence.fence = self.last_step  # a decoding row is in every plan
         self.rows.vacate(sequence.slot)
         sequence.slot = -1
-        blocks, sequence.blocks = sequence.blocks, []
-        blocks.reverse()  # so that the free list hands them out in ascending order again
         if self._in_flight(sequence.fence):
-            self.steps[sequence.fence - self.steps[0].step_id].reclaim.extend(blocks)
+            self.steps[sequence.fence - self.steps[0].step_id].vacated.append(sequence)
         else:
-            self.pool.release(blocks)
+            self.tables.release(sequence)
+
+    def _give_back(self, step: Step) -> None:
+        """A step is not in flight any more: what it was the last to name is given back."""
+        self.pool.release(step.pins, step.step_id)  # before the tables: a source is evicted before its parents
+        for sequence in step.vacated:
+            self.tables.release(sequence)
+
+    def _publish(self, step: Step) -> None:
+        """Blocks that this step filled may be found by others from now on."""
+        if not self.limits.enable_prefix_caching:
+            return
+        for i in np.flatnonzero(step.lengths % self.limits.block_size == 0).tolist():
+            self.tables.publish(step.sequences[i], int(step.lengths[i]))
+        for sequence, length in step.chunks:
+            self.tables.publish(sequence, length)
+
+    def _hand_over_forks(self, sequence: Sequence) -> None:
+        """A sequence ends; siblings that were to sample from its prompt's last position still want to."""
+        if sequence.state is State.FORK:
+            leader = next(one for one in sequence.request.sequences if sequence in one.forks)
+            if leader.state is State.WAITING:
+                self.waiting.drop_fork(leader, sequence)
+            else:
+                leader.forks.remove(sequence)
+        elif sequence.forks:
+            heir, *heir.forks = sequence.forks
+            sequence.forks = []
+            heir.state = State.WAITING
+            self.waiting.add(heir)
 
     def _in_flight(self, step_id: int) -> bool:
         return bool(self.steps) and step_id >= self.steps[0].step_id
@@ -314,8 +424,8 @@ class Scheduler:
 
         False: blocks are on their way back from steps in flight, which is cheaper to wait for than another victim.
         """
-        while len(self.rows.needing_block()) > self.pool.num_free:
-            if any(step.reclaim for step in self.steps):
+        while len(self.rows.needing_block()) + self._copies_needed() > self.pool.num_available:
+            if any(step.gives_back for step in self.steps):
                 return False
             self._preempt(max(self.rows.occupants(), key=lambda sequence: sequence.victim_key))
         return True
@@ -323,34 +433,70 @@ class Scheduler:
     def _append_blocks(self, draft: Draft) -> None:
         for slot in self.rows.needing_block():
             sequence = self._occupant(slot)
-            (block,) = self.pool.allocate(1, after=sequence.blocks[-1])
-            sequence.blocks.append(block)
+            (block,) = self.tables.grow(sequence, 1, "output")
             self.rows.capacity[slot] += self.limits.block_size
             draft.append(slot, block)
 
-    def _compute(self, draft: Draft, sequence: Sequence, budget: int) -> int:
+    def _written_next(self, slot: int) -> tuple[Sequence, int]:
+        """A decoding sequence, and where in its table the block is that its next token is stored in."""
+        return self._occupant(slot), int(self.rows.length[slot]) // self.limits.block_size
+
+    def _copies_needed(self) -> int:
+        return self.tables.copies_needed(map(self._written_next, self.rows.writing_to_forked()))
+
+    def _copy_forked_blocks(self, draft: Draft) -> None:
+        """Whoever writes to a block that others hold too gets a copy of it; the last of them writes in place."""
+        for slot in self.rows.writing_to_forked():
+            sequence, index = self._written_next(slot)
+            copy = self.tables.unshare(sequence, index, self.last_step + 1)
+            if copy is not None:
+                draft.copy(*copy)
+                self.stats.copied("write")
+                draft.table(slot, sequence.blocks)
+
+    def _compute(self, draft: Draft, sequence: Sequence, budget: int, *, new: bool = False) -> int:
         """Plans the next chunk of a prompt within ``budget`` tokens and the free blocks; returns its length."""
         size, start, total = self.limits.block_size, sequence.computed, len(sequence.feed)
-        room = (len(sequence.blocks) + self.pool.num_free) * size - start
+        room = (len(sequence.blocks) + self.pool.num_available) * size - start
         count = min(budget, room, total - start)
         if count <= 0:
             return 0
         end = start + count
         missing = self.limits.blocks_for(end) - len(sequence.blocks)
         if missing > 0:
-            sequence.blocks += self.pool.allocate(missing, after=sequence.blocks[-1] if sequence.blocks else 0)
+            self.tables.grow(sequence, missing, "prompt")
+        if missing > 0 or new:
             draft.table(sequence.slot, sequence.blocks)
-        draft.chunk(sequence, start, sequence.feed[start:end], final=end == total)
         sequence.computed = end
         sequence.fence = self.last_step + 1
         if end == total:
             self.prefilling.remove(sequence)
-            sequence.state = State.DECODE
-            sequence.feed = no_ids()
-            slot, request = sequence.slot, sequence.request
-            self.rows.capacity[slot] = len(sequence.blocks) * size
-            self.rows.start_decoding(slot, total, len(request.prompt) + request.max_tokens - 1)
+            samples = self._start_decoding(draft, sequence, start)
+        else:
+            samples = []
+        draft.chunk(sequence, start, sequence.feed[start:end], samples)
         return count
+
+    def _start_decoding(self, draft: Draft, leader: Sequence, start: int) -> list[Sequence]:
+        """The sequences that sample from the last position of a prompt, whose last chunk begins at ``start``.
+
+        The forks of ``leader`` enter with rows of their own, and share all of its blocks.
+        """
+        request, total = leader.request, len(leader.feed)
+        group = [leader, *leader.forks]
+        for sequence in leader.forks:
+            self.tables.fork(leader, sequence)
+            sequence.slot = self.rows.occupy(sequence)
+            sequence.fence, sequence.feed = leader.fence, leader.feed
+            draft.new_row(sequence, self.rows.generations[sequence.slot], max(start, leader.cached))
+            draft.table(sequence.slot, sequence.blocks)
+        leader.forks = []
+        for sequence in group:
+            sequence.state = State.DECODE
+            self.rows.capacity[sequence.slot] = len(sequence.blocks) * self.limits.block_size
+            self.rows.start_decoding(sequence.slot, total, len(request.prompt) + request.max_tokens - 1)
+            self.rows.forked[sequence.slot] = len(group) > 1
+        return group
 
     def _admit(self, draft: Draft, budget: int) -> int:
         """Gives free slots to preempted, then to waiting sequences, in order; returns what is left of ``budget``.
@@ -359,33 +505,87 @@ class Scheduler:
         half of what they need never wait for one another. A prompt still in prefill although there is budget left
         waits for memory, which decodes took after its admission: nobody may take it next.
         """
+        self._too_big.clear()
         while budget > 0 and not self.prefilling and self.rows.num_free:
-            sequence = self.preempted[0] if self.preempted else next(iter(self.waiting), None)
-            if sequence is None or self._in_flight(sequence.fence):
-                break  # a preempted sequence's last token is still on its way
-            spare = self._watermark if self.rows.num_used else 0
-            if self.limits.blocks_for(sequence.num_tokens) > self.pool.num_free - spare:
+            sequence = self._next_to_admit(draft)
+            if sequence is None:
                 break
             self._leave_queues(sequence)
             request = sequence.request
             if request.scheduled is None:
                 request.scheduled = self._clock()
                 self.stats.scheduled(request, request.scheduled)
+                if self.waiting.shares is not None:
+                    self.waiting.shares.serve(request.tenant, prompt_tokens=len(request.prompt))
+                request.cached_tokens = min(sequence.computed, len(request.prompt))
+                self.stats.looked_up(len(sequence.feed), sequence.computed)
             sequence.state = State.PREFILL
-            sequence.feed = np.concatenate([request.prompt, int32(sequence.output)])
-            sequence.computed = 0
             sequence.slot = self.rows.occupy(sequence)
             self.prefilling.append(sequence)
-            draft.new_row(sequence, self.rows.generations[sequence.slot])
-            budget -= self._compute(draft, sequence, budget)
+            draft.new_row(sequence, self.rows.generations[sequence.slot], sequence.cached)
+            budget -= self._compute(draft, sequence, budget, new=True)
+        self._holdup = (
+            "budget" if budget <= 0 else "memory" if self.prefilling else "turn" if self.rows.num_free else "slots"
+        )
         return budget
+
+    def _next_to_admit(self, draft: Draft) -> Sequence | None:
+        """Preempted sequences in order, then who waits; smaller ones pass the first, boundedly, if it has no room."""
+        if self.preempted:
+            first = self.preempted[0]  # its last token may still be on its way
+            return first if not self._in_flight(first.fence) and self._place(first, draft) else None
+        for sequence in self.waiting.candidates():
+            if self._place(sequence, draft):
+                for passed in self._too_big:
+                    passed.passes += 1
+                return sequence
+            if not sequence.awaits:
+                self._too_big.add(sequence)
+        return None
+
+    def _place(self, sequence: Sequence, draft: Draft) -> bool:
+        """Gives a sequence that waits the blocks that are cached for it, if there is room for all that it still needs.
+
+        It waits instead while somebody else computes what comes next of its prompt, for AWAIT_STEPS at most.
+        """
+        if self.rows.num_free <= len(sequence.forks):
+            return False
+        if len(sequence.feed) != sequence.num_tokens:
+            sequence.feed = np.concatenate([sequence.request.prompt, int32(sequence.output)])
+        match = self.tables.look_up(sequence)
+        if self.tables.is_being_written(sequence, match):
+            sequence.awaits = sequence.awaits or self.last_step + 1
+            if self.last_step + 1 - sequence.awaits < AWAIT_STEPS:
+                return False
+        slack = self._watermark if self.rows.num_used else 0
+        adopted = self.tables.adopt(sequence, match, slack=slack, step_id=self.last_step + 1)
+        if adopted is None:
+            return False
+        sequence.cached, source = adopted
+        sequence.computed = min(sequence.cached, len(sequence.feed) - 1)
+        sequence.awaits = 0
+        if source:
+            draft.copy(source, sequence.blocks[-1])
+            self.stats.copied("prefix")
+        return True
 
     def _commit(self, draft: Draft, decode_slots: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: int) -> Plan:
         self.last_step += 1
         self.rows.length[decode_slots] += 1
         sequences = [self._occupant(slot) for slot in decode_slots.tolist()] + draft.sampled
         slots = np.concatenate([decode_slots, [sequence.slot for sequence in draft.sampled]]).astype(np.int32)
-        self.steps.append(Step(self.last_step, slots, sequences, tokens, self._clock()))
+        self.steps.append(
+            Step(
+                step_id=self.last_step,
+                slots=slots,
+                sequences=sequences,
+                lengths=self.rows.length[decode_slots],
+                chunks=draft.chunks,
+                pins=draft.pins,
+                tokens=tokens,
+                sent=self.pool.now,
+            )
+        )
         release = self.rows.take_leaving()
         full, self._full = self._full, False
         return draft.plan(
@@ -408,7 +608,7 @@ def _done(request: Request, now: float) -> Done:
     return Done(
         rid=request.rid,
         prompt_tokens=len(request.prompt),
-        cached_tokens=0,
+        cached_tokens=request.cached_tokens,
         completion_tokens=sum(len(sequence.output) for sequence in request.sequences),
         queue_time=scheduled - request.arrived,
         prefill_time=first_token - scheduled,

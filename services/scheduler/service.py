@@ -276,7 +276,7 @@ class SchedulerService:
         if query.what == "metrics":
             snapshots = [self._traffic.registry.snapshot()]
             if self._core is not None:
-                self._core.stats.refresh(self._core.load)
+                self._core.stats.refresh(self._core.load, self._core.waiting_by_reason())
                 snapshots.append(self._core.stats.registry.snapshot())
             others = [*self._clients.peers, *self._workers.peers]
             snapshots += [other.metrics for other in others if other.metrics and other.raw != peer.raw]

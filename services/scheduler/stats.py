@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.scheduler.limits import Limits
@@ -15,6 +16,7 @@ LATENCY_BUCKETS = (
 )
 ITERATION_BUCKETS = (1, 8, *(2**power for power in range(4, 15)))
 LINE_INTERVAL = 10.0  # seconds between throughput lines
+WAIT_REASONS = ("prefix", "slots", "budget", "memory", "turn", "preempted")
 RATE_WINDOW = 10.0  # seconds over which the token rate behind Retry-After is measured
 
 
@@ -27,6 +29,7 @@ class Load:
     preempted: int
     blocks_used: int
     blocks_total: int
+    blocks_cached: int
 
     @property
     def usage(self) -> float:
@@ -46,12 +49,22 @@ class Stats:
         self._running = r.gauge("vllm:num_requests_running", "Sequences that have a slot.")
         self._waiting = r.gauge("vllm:num_requests_waiting", "Sequences that wait for a slot or for memory.")
         self._by_reason = r.gauge("vllm:num_requests_waiting_by_reason", "Waiting sequences by reason.", ["reason"])
+        self._waits_for = r.gauge("quire:num_requests_waiting_by_reason", "What sequences wait for.", ["reason"])
         self._usage = r.gauge("vllm:kv_cache_usage_perc", "Blocks in use over usable blocks, 0 to 1.")
         self._prompt = r.counter("vllm:prompt_tokens", "Prompt tokens computed, each prompt once.")
+        self._cached = r.counter("vllm:prompt_tokens_cached", "Prompt tokens whose KV was in the prefix cache.")
+        self._sources = r.counter("vllm:prompt_tokens_by_source", "Prompt tokens by origin of their KV.", ["source"])
+        self._prefix_queries = r.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._prefix_hits = r.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._collisions = r.counter("quire:prefix_cache_collisions", "Look-ups whose key was another content's.")
+        self._evictions = r.counter("quire:prefix_cache_evictions", "Cached blocks given to others.")
+        self._copies = r.counter("quire:block_copies", "Blocks copied, by reason.", ["reason"])
+        self._blocks = r.gauge("quire:kv_blocks", "Usable blocks by state.", ["state"])
         self._generation = r.counter("vllm:generation_tokens", "Output tokens delivered.")
         self._preemptions = r.counter("vllm:num_preemptions", "Sequences that lost their memory to others.")
         self._success = r.counter("vllm:request_success", "Requests ended, by reason.", ["finished_reason"])
         self._rejections = r.counter("vllm:admission_rejections", "Requests refused with 429, by limit.", ["reason"])
+        self._expired = r.counter("quire:requests_expired", "Requests ended because they were too late.", ["code"])
         self._iteration = r.histogram("vllm:iteration_tokens_total", "Tokens computed per step.", ITERATION_BUCKETS)
         self._queue = r.histogram("vllm:request_queue_time_seconds", "Arrival to first plan.", LATENCY_BUCKETS)
         self._prefill = r.histogram("vllm:request_prefill_time_seconds", "First plan to first token.", LATENCY_BUCKETS)
@@ -67,6 +80,8 @@ class Stats:
         self._overcount = 0  # delivered tokens that a later STOP took back
         self._line_prompt = 0
         self._line_generation = 0
+        self._line_queries = 0
+        self._line_hits = 0
         self._line_since: float | None = None
         self._line_active = False
         self._rate: deque[tuple[float, int]] = deque()
@@ -86,6 +101,28 @@ class Stats:
         self._prompt.inc(tokens)
         self._line_prompt += tokens
 
+    def looked_up(self, tokens: int, cached: int) -> None:
+        """A sequence was admitted for the first time, ``cached`` of its ``tokens`` being in the prefix cache."""
+        self._prefix_queries.inc(tokens)
+        self._prefix_hits.inc(cached)
+        self._line_queries += tokens
+        self._line_hits += cached
+
+    def cache_events(self, collisions: int, evictions: int) -> None:
+        if collisions:
+            self._collisions.inc(collisions)
+        if evictions:
+            self._evictions.inc(evictions)
+
+    def copied(self, reason: str) -> None:
+        self._copies.inc(1.0, (reason,))
+
+    def prompt_cached(self, tokens: int, cached: int) -> None:
+        """Where a prompt's tokens came from."""
+        self._cached.inc(cached)
+        self._sources.inc(cached, ("local_cache_hit",))
+        self._sources.inc(tokens - cached, ("local_compute",))
+
     def delivered(self, tokens: int) -> None:
         self._line_generation += tokens
         paid = min(self._overcount, tokens)
@@ -99,8 +136,11 @@ class Stats:
     def preempted(self) -> None:
         self._preemptions.inc()
 
-    def rejected(self) -> None:
-        self._rejections.inc(1.0, ("max_num_queued_reqs",))
+    def rejected(self, limit: str) -> None:
+        self._rejections.inc(1.0, (limit,))
+
+    def expired(self, code: str) -> None:
+        self._expired.inc(1.0, (code,))
 
     def scheduled(self, request: Request, now: float) -> None:
         self._queue.observe(now - request.arrived)
@@ -129,13 +169,18 @@ class Stats:
         output = self._outputs_ended / max(self._requests_ended, 1)
         return min(max((queued_prompt_tokens + queued * output) / max(rate, 0.1), 1.0), 600.0)
 
-    def refresh(self, load: Load) -> None:
+    def refresh(self, load: Load, waiting_by_reason: Mapping[str, int]) -> None:
         """Sets the gauges; called before a snapshot."""
+        for reason in WAIT_REASONS:
+            self._waits_for.set(waiting_by_reason.get(reason, 0), (reason,))
         self._running.set(load.running)
         self._waiting.set(load.waiting)
         self._by_reason.set(load.waiting - load.preempted, ("capacity",))
         self._by_reason.set(load.preempted, ("deferred",))
         self._usage.set(load.usage)
+        self._blocks.set(load.blocks_used, ("used",))
+        self._blocks.set(load.blocks_cached, ("cached",))
+        self._blocks.set(load.blocks_total - load.blocks_used - load.blocks_cached, ("free",))
 
     def line(self, load: Load, now: float) -> str | None:
         """The throughput line every ten seconds, and None while nothing happens (after one last line that says so)."""
@@ -146,7 +191,8 @@ class Stats:
         active = bool(self._line_prompt or self._line_generation or load.running or load.waiting)
         was_active, self._line_active = self._line_active, active
         prompt, generation = self._line_prompt, self._line_generation
-        self._line_prompt = self._line_generation = 0
+        queries, hits = self._line_queries, self._line_hits
+        self._line_prompt = self._line_generation = self._line_queries = self._line_hits = 0
         if since is None or not (active or was_active):
             return None
         seconds = max(now - since, 1e-3)
@@ -154,5 +200,6 @@ class Stats:
             f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {generation / seconds:.1f} tokens/s, "
             f"Running: {load.running} reqs, Waiting: {load.waiting} reqs, "
-            f"GPU KV cache usage: {load.usage * 100:.1f}%, Prefix cache hit rate: 0.0%"
+            f"GPU KV cache usage: {load.usage * 100:.1f}%, "
+            f"Prefix cache hit rate: {100 * hits / max(queries, 1):.1f}%"
         )

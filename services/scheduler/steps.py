@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.request import Sequence
+from services.scheduler.rows import Slots
 from shared.codec import Int32, int32, no_ids
 from shared.wire import NewRow, Plan
 
@@ -16,23 +17,34 @@ from shared.wire import NewRow, Plan
 class Step:
     """A plan in flight. Result i belongs to ``slots[i]``, that is to ``sequences[i]``.
 
-    reclaim: blocks that this is the last step to name, of sequences that have ended or were preempted since.
-    tokens: how many this step computes.
+    lengths: of the decode rows, which come first: tokens whose KV is stored when the step has run. chunks: sequences
+    that had a chunk, and the same of them. pins: blocks the step copies from, which it holds itself. vacated: sequences
+    that have ended or were preempted since, whose blocks this is the last step to name. tokens: how many it computes.
     """
 
     step_id: int
     slots: Int32
     sequences: list[Sequence]
+    lengths: Slots
+    chunks: list[tuple[Sequence, int]]
+    pins: list[int]
     tokens: int
     sent: float
-    reclaim: list[int] = field(default_factory=list)
+    vacated: list[Sequence] = field(default_factory=list)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether its retire may make blocks available."""
+        return bool(self.vacated or self.pins)
 
 
 class Draft:
     """The changes of one step, in the columns of ``Plan``."""
 
     def __init__(self) -> None:
-        self.sampled: list[Sequence] = []  # sequences whose final chunk is in this step
+        self.sampled: list[Sequence] = []  # sequences that a final chunk of this step samples into
+        self.chunks: list[tuple[Sequence, int]] = []
+        self.pins: list[int] = []  # sources of copies
         self._new_rows: list[NewRow] = []
         self._chunk_slots: list[int] = []
         self._chunk_starts: list[int] = []
@@ -44,18 +56,19 @@ class Draft:
         self._append_slots: list[int] = []
         self._append_blocks: list[int] = []
         self._tokens: list[Int32] = []
+        self._copies: list[int] = []
 
     @property
     def has_chunks(self) -> bool:
         return bool(self._chunk_slots)
 
-    def new_row(self, sequence: Sequence, generation: int) -> None:
+    def new_row(self, sequence: Sequence, generation: int, length: int) -> None:
         sampling = sequence.request.sampling
         self._new_rows.append(
             NewRow(
                 slot=sequence.slot,
                 generation=generation,
-                length=0,
+                length=length,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -73,14 +86,20 @@ class Draft:
         self._append_slots.append(slot)
         self._append_blocks.append(block)
 
-    def chunk(self, sequence: Sequence, start: int, ids: Int32, *, final: bool) -> None:
+    def copy(self, source: int, destination: int) -> None:
+        """Copies a block whose source is pinned for this step."""
+        self._copies += (source, destination)
+        self.pins.append(source)
+
+    def chunk(self, sequence: Sequence, start: int, ids: Int32, samples: Many[Sequence]) -> None:
+        """Computes ``ids`` at positions from ``start``, and samples into the slots of ``samples`` from the last one."""
         self._chunk_slots.append(sequence.slot)
         self._chunk_starts.append(start)
         self._chunk_lens.append(len(ids))
-        self._chunk_samples.append([sequence.slot] if final else [])
+        self._chunk_samples.append([one.slot for one in samples])
         self._tokens.append(ids)
-        if final:
-            self.sampled.append(sequence)
+        self.chunks.append((sequence, start + len(ids)))
+        self.sampled += samples
 
     def plan(
         self, step_id: int, scheduler_epoch: int, worker_epoch: int, *, full: bool, decodes: int, release: list[int]
@@ -107,5 +126,5 @@ class Draft:
             append_blocks=int32(self._append_blocks),
             swap_out=no_ids(),
             swap_in=no_ids(),
-            copies=no_ids(),
+            copies=int32(self._copies),
         )

@@ -72,19 +72,23 @@ class WaitingQueue:
                 self.shares.arrive(tenant, self._lanes)
             self._lanes[tenant] = Lane()
         self._lanes[tenant].add(sequence)
-        self._size += 1
-        self.tokens += len(sequence.request.prompt)
+        self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
         tenant = self._lane_of(sequence)
         lane = self._lanes[tenant]
         lane.remove(sequence)
-        self._size -= 1
-        self.tokens -= len(sequence.request.prompt)
+        self._count(sequence, -1)
         if not lane:
             del self._lanes[tenant]
             if self.shares is not None and not self._lanes:
                 self.shares.leave(tenant)
+
+    def drop_fork(self, leader: Sequence, fork: Sequence) -> None:
+        """A sibling of one that waits needs no place any more."""
+        self._count(leader, -1)
+        leader.forks.remove(fork)
+        self._count(leader, 1)
 
     def candidates(self) -> Iterator[Sequence]:
         """Who may be admitted next, in order: the tenants' first ones, then their second ones, and so on.
@@ -106,6 +110,12 @@ class WaitingQueue:
     def tenants(self) -> list[str]:
         """Tenants of whom something waits; ["" alone] unless the policy is fair."""
         return list(self._lanes)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        """A sequence that siblings wait for counts for all of them."""
+        places = 1 + len(sequence.forks)
+        self._size += sign * places
+        self.tokens += sign * places * len(sequence.request.prompt)
 
     def _lane_of(self, sequence: Sequence) -> str:
         return "" if self.shares is None else sequence.request.tenant

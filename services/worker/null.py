@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +19,16 @@ import numpy.typing as npt
 from services.worker.config import WorkerConfig
 from services.worker.executor import PlanError, StepOutput
 from shared.models import locate
-from shared.wire import Memory, NewRow, Plan
+from shared.wire import Logprobs, Memory, NewRow, Plan
 
 DEFAULT_BLOCKS = 4096
 DEFAULT_MODEL_LEN = 2048
 DEFAULT_VOCAB = 49_152  # these two as the built-in model has them, so that its tokenizer fits without loading it
 DEFAULT_EOS = (2,)
 TIRED_ABOVE = 1.0  # with a temperature above this, one token in sixteen is an EOS
+SWAP_SECONDS = 1e-5  # what swapping a block is said to take
 BASE = 0x9E3779B97F4A7C15  # odd, so that its powers modulo 2**64 never vanish
+BYTES_PER_TOKEN = 16  # of simulated KV, for what is measured in bytes
 POISON = -1  # position stored in memory that nobody may read
 
 Array64 = npt.NDArray[np.uint64]
@@ -36,15 +39,16 @@ class NullExecutor:
     """Executes plans on simulated memory. Raises PlanError for a plan that contradicts its rows or its memory.
 
     Greedy rows (temperature 0) depend on their prefix alone, others on the seed as well; up to a temperature of 1 no
-    EOS is ever sampled, above it one token in sixteen is. verify: every row re-reads its whole prefix in every step
-    and blocks in no row's table are poisoned; otherwise it reads its newest token's memory, whose hash covers the
-    rest, which is fast enough to measure the pipeline with.
+    EOS is ever sampled, above it one token in sixteen is. verify: every row re-reads its whole prefix in every step,
+    and what a block held before it came into a table is poisoned; otherwise it reads its newest token's memory, whose
+    hash covers the rest, which is fast enough to measure the pipeline with.
     """
 
     def __init__(
         self,
         *,
         num_blocks: int = DEFAULT_BLOCKS,
+        host_blocks: int = 0,
         block_size: int = 16,
         max_model_len: int = DEFAULT_MODEL_LEN,
         max_num_seqs: int = 256,
@@ -55,9 +59,9 @@ class NullExecutor:
     ) -> None:
         self.memory = Memory(
             num_blocks=num_blocks,
-            host_blocks=0,
+            host_blocks=host_blocks,
             block_size=block_size,
-            bytes_per_block=block_size * 16,
+            bytes_per_block=block_size * BYTES_PER_TOKEN,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             eos_ids=list(eos_ids),
@@ -74,6 +78,8 @@ class NullExecutor:
         self._token = np.zeros(num_blocks * block_size, dtype=np.int64)
         self._position = np.full(num_blocks * block_size, POISON, dtype=np.int64)
         self._hash = np.zeros(num_blocks * block_size, dtype=np.uint64)
+        # The host's memory, by block.
+        self._host = [np.zeros((host_blocks, block_size), dtype=one.dtype) for one in self._physical_memory]
         # Rows.
         most_blocks = -(-max_model_len // block_size)
         self._tables = np.zeros((max_num_seqs, most_blocks), dtype=np.int64)
@@ -83,6 +89,7 @@ class NullExecutor:
         self._prefix_hash = np.zeros(max_num_seqs, dtype=np.uint64)
         self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self._temperature = np.zeros(max_num_seqs)
+        self._wanted_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self._present = np.zeros(max_num_seqs, dtype=np.bool_)
         self._decoding = np.zeros(max_num_seqs, dtype=np.bool_)
         self._paused = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -93,8 +100,10 @@ class NullExecutor:
         vocab_size, eos_ids = DEFAULT_VOCAB, list(DEFAULT_EOS)
         if config.model:
             vocab_size, eos_ids = _vocabulary(locate(config.model, download_dir=config.download_dir).folder)
+        num_blocks = config.num_gpu_blocks_override or DEFAULT_BLOCKS
         return cls(
-            num_blocks=config.num_gpu_blocks_override or DEFAULT_BLOCKS,
+            num_blocks=num_blocks,
+            host_blocks=min(config.swap_space // (config.block_size * BYTES_PER_TOKEN), num_blocks - 1),
             block_size=config.block_size,
             max_model_len=config.max_model_len or DEFAULT_MODEL_LEN,
             max_num_seqs=config.max_num_seqs,
@@ -118,7 +127,12 @@ class NullExecutor:
         if self._step_seconds:
             time.sleep(max(0.0, self._step_seconds - (time.perf_counter() - started)))
         total = time.perf_counter() - started
-        return StepOutput(order.astype(np.int32), ids.astype(np.int32), {"forward": total, "total": total})
+        timings = {"forward": total, "total": total}
+        if len(plan.swap_out):
+            timings["swap_out"] = SWAP_SECONDS * len(plan.swap_out) / 2
+        if len(plan.swap_in):
+            timings["swap_in"] = SWAP_SECONDS * len(plan.swap_in) / 2
+        return StepOutput(order.astype(np.int32), ids.astype(np.int32), timings, self._logprobs(order, ids))
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
@@ -137,11 +151,12 @@ class NullExecutor:
         self._need([*plan.pause, *plan.resume], "pause or resume")
         self._paused[plan.pause] = True
         self._paused[plan.resume] = False
-        if len(plan.swap_out) or len(plan.swap_in):
-            raise PlanError("the null worker has no host blocks to swap with")
-        self._copy_blocks(plan.copies.reshape(-1, 2).astype(np.int64))
+        self._check_swaps(plan)
+        self._swap(plan.swap_out, self._physical_memory, self._host)
         if self._verify:
-            self._poison_unowned()
+            self._poison_new(plan)
+        self._swap(plan.swap_in, self._host, self._physical_memory)
+        self._copy_blocks(plan.copies.reshape(-1, 2).astype(np.int64))
         for row in plan.new_rows:
             if row.length:
                 self._prefix_hash[row.slot] = self._hash[self._physical(row.slot, row.length - 1)]
@@ -163,6 +178,7 @@ class NullExecutor:
         self._prefix_hash[row.slot] = 0
         self._seed[row.slot] = row.seed
         self._temperature[row.slot] = row.temperature
+        self._wanted_logprobs[row.slot] = row.logprobs
 
     def _replace_tables(self, plan: Plan) -> None:
         self._need(plan.table_slots, "table")
@@ -226,16 +242,49 @@ class NullExecutor:
         ):
             raise PlanError(f"slot {slot} reads memory that is not its own prefix")
 
-    def _poison_unowned(self) -> None:
-        owned = np.zeros(self.memory.num_blocks, dtype=np.bool_)
-        for slot in np.flatnonzero(self._present).tolist():
-            owned[self._tables[slot, : self._table_len[slot]]] = True
-        self._position.reshape(self.memory.num_blocks, -1)[~owned] = POISON
+    def _poison_new(self, plan: Plan) -> None:
+        """What a block held before it came into a table, behind the row's tokens, is of no use to anybody any more."""
+        positions = self._position.reshape(self.memory.num_blocks, -1)
+        for slot in plan.table_slots:
+            first = -(-int(self._length[slot]) // self.memory.block_size)
+            positions[self._tables[slot, first : self._table_len[slot]]] = POISON
+        positions[plan.append_blocks] = POISON
 
     def _copy_blocks(self, pairs: Index) -> None:
-        for memory in (self._token, self._position, self._hash):
-            blocks = memory.reshape(self.memory.num_blocks, -1)
+        if pairs.size and not (pairs.min() > 0 and pairs.max() < self.memory.num_blocks):
+            raise PlanError(f"a copied block is outside 1..{self.memory.num_blocks - 1}")
+        if len(set(pairs[:, 1].tolist())) != len(pairs) or set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist()):
+            raise PlanError("a block is the destination of two copies, or source and destination in one plan")
+        for blocks in self._physical_memory:
             blocks[pairs[:, 1]] = blocks[pairs[:, 0]]
+
+    @property
+    def _physical_memory(self) -> list[npt.NDArray[Any]]:
+        """Views of all that a slot holds, by block."""
+        return [one.reshape(self.memory.num_blocks, -1) for one in (self._token, self._position, self._hash)]
+
+    def _check_swaps(self, plan: Plan) -> None:
+        blocks, host = range(1, self.memory.num_blocks), range(self.memory.host_blocks)
+        for name, pairs, sources, destinations in (
+            ("swap_out", plan.swap_out, blocks, host),
+            ("swap_in", plan.swap_in, host, blocks),
+        ):
+            if not (set(pairs[::2].tolist()) <= set(sources) and set(pairs[1::2].tolist()) <= set(destinations)):
+                raise PlanError(f"{name} names a block outside {sources} or {destinations}")
+        written = [*plan.swap_in[1::2].tolist(), *plan.copies[1::2].tolist()]
+        read = {*plan.swap_out[::2].tolist(), *plan.copies[::2].tolist()}
+        host_written = plan.swap_out[1::2].tolist()
+        if (
+            len(set(written)) != len(written)
+            or len(set(host_written)) != len(host_written)
+            or read & set(written)
+            or set(plan.swap_in[::2].tolist()) & set(host_written)
+        ):
+            raise PlanError("a block is the destination of two moves, or source and destination in one plan")
+
+    def _swap(self, pairs: Index, sources: list[npt.NDArray[Any]], destinations: list[npt.NDArray[Any]]) -> None:
+        for source, destination in zip(sources, destinations, strict=True):
+            destination[pairs[1::2]] = source[pairs[::2]]
 
     # ---- the toy model ---------------------------------------------------------------------------------------------
 
@@ -263,15 +312,20 @@ class NullExecutor:
             plan.chunk_slots, plan.chunk_starts, ends.tolist(), plan.chunk_lens, plan.chunk_samples, strict=True
         ):
             self._need([slot, *samples], "chunk")
-            if start != self._length[slot] or count < 1 or start + count > self.memory.max_model_len:
-                raise PlanError(f"chunk {start}+{count} does not follow the {int(self._length[slot])} of slot {slot}")
-            if start:
+            held = int(self._length[slot])
+            if not 0 <= start <= held or count < 1 or start + count > self.memory.max_model_len:
+                raise PlanError(f"chunk {start}+{count} does not follow the {held} of slot {slot}")
+            if held:
                 self._check_newest(np.asarray([slot]))
             tokens = plan.tokens[end - count : end].astype(np.int64)
             positions = np.arange(start, start + count)
             terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._powers[positions]
-            hashes = self._prefix_hash[slot] + np.cumsum(terms, dtype=np.uint64)
-            self._store(slot, positions, tokens, hashes)
+            before = self._hash[self._physical(slot, start - 1)] if start else np.uint64(0)
+            hashes = before + np.cumsum(terms, dtype=np.uint64)
+            new = positions >= held  # what is stored already is not written again: the block may be others' too
+            if not np.array_equal(hashes[~new], self._hash[self._physical(slot, positions[~new])]):
+                raise PlanError(f"slot {slot} computes other tokens again than those it holds")
+            self._store(slot, positions[new], tokens[new], hashes[new])
             for one in {slot, *samples}:
                 self._prefix_hash[one] = hashes[-1]
                 self._length[one] = start + count
@@ -287,6 +341,27 @@ class NullExecutor:
         ids = self._allowed[(mixed % np.uint64(len(self._allowed))).astype(np.int64)]
         tired = (self._temperature[slots] > TIRED_ABOVE) & (mixed >> np.uint64(60) == 0)
         return np.asarray(np.where(tired, self._eos, ids))
+
+    def _logprobs(self, slots: Index, ids: Index) -> Logprobs | None:
+        """Toy log-probabilities: the token after the likeliest one in the vocabulary is the second likeliest, and so on.
+
+        They fall by the same gap from one to the next, which depends on the prefix. For one prefix in sixteen an EOS is
+        the second likeliest.
+        """
+        asked = np.flatnonzero(self._wanted_logprobs[slots] >= 0)
+        if not len(asked):
+            return None
+        sampled, counts, top_ids, top = [], self._wanted_logprobs[slots[asked]].tolist(), [], []
+        for entry, count in zip(asked.tolist(), counts, strict=True):
+            mixed = int(_mix(self._prefix_hash[slots[entry : entry + 1]])[0])
+            gap, size, ends = 0.125 + (mixed >> 20) % 1000 / 1000, len(self._allowed), mixed >> 60 == 0
+            token = int(ids[entry])
+            rank = 1 if token == self._eos else (int(np.searchsorted(self._allowed, token)) - mixed) % size
+            sampled.append(-0.125 - gap * rank)
+            for rank in range(count):
+                top_ids.append(self._eos if ends and rank == 1 else int(self._allowed[(mixed + rank) % size]))
+                top.append(-0.125 - gap * rank)
+        return Logprobs(asked.tolist(), sampled, counts, top_ids, top)
 
 
 def _mix(values: Array64) -> Array64:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.executor import PlanError
+from shared.codec import Int32
 from shared.wire import NewRow, Plan
 
 Ints = npt.NDArray[np.int64]
@@ -49,7 +50,8 @@ class Step:
     """What one plan computes: token i of the batch belongs to row ``token_slots[i]``, at ``positions[i]``.
 
     Decode rows come first, one token each, in ascending slot order; then the chunks. Sampled entry j takes the logits
-    of token ``sample_tokens[j]`` and fills position ``sample_positions[j]`` of ``sample_slots[j]``.
+    of token ``sample_tokens[j]`` and fills position ``sample_positions[j]`` of ``sample_slots[j]``. stored: whether a
+    token's KV was in the row's blocks before this step, which are not written then: they may be others' too.
     """
 
     decode_slots: Ints
@@ -58,6 +60,7 @@ class Step:
     chunk_ends: Ints
     token_slots: Ints
     positions: Ints
+    stored: npt.NDArray[np.bool_]
     sample_tokens: Ints
     sample_slots: Ints
     sample_positions: Ints
@@ -72,6 +75,7 @@ class Limits:
     block_size: int
     max_model_len: int
     vocab_size: int
+    host_blocks: int = 0
 
     @property
     def max_blocks(self) -> int:
@@ -94,11 +98,12 @@ class Rows:
         self.top_k = np.zeros(slots, dtype=np.int64)
         self.min_p = np.zeros(slots, dtype=np.float32)
         self.seed = np.zeros(slots, dtype=np.int64)
+        self.logprobs = np.full(slots, -1, dtype=np.int64)
 
     def apply(self, plan: Plan) -> Step:
         """Checks ``plan`` and makes its changes, lengths after the step included. Raises PlanError, changing nothing.
 
-        Copies are checked here and made by the caller, before the step's stores.
+        Swaps and copies are checked here and made by the caller, before the step's stores.
         """
         state = self.state.copy()
         if plan.full:
@@ -116,10 +121,10 @@ class Rows:
         return step
 
     def slot_mapping(self, step: Step) -> Ints:
-        """Where each token of the step is stored."""
+        """Where each token of the step is stored; -1 for one that is there already."""
         block_size = self.limits.block_size
         blocks = self.tables[step.token_slots, step.positions // block_size].astype(np.int64)
-        return blocks * block_size + step.positions % block_size
+        return np.where(step.stored, -1, blocks * block_size + step.positions % block_size)
 
     # ---- checks, in the order in which a plan is applied -----------------------------------------------------------
 
@@ -156,6 +161,8 @@ class Rows:
                 raise PlanError(f"slot {row.slot}: a new row where one is already")
             if row.slot not in with_table:
                 raise PlanError(f"slot {row.slot}: a new row without a block table")
+            if not -1 <= row.logprobs <= self.limits.vocab_size:
+                raise PlanError(f"slot {row.slot}: logprobs {row.logprobs} is outside -1..{self.limits.vocab_size}")
             if not 0 <= row.length < self.limits.max_model_len:
                 raise PlanError(f"slot {row.slot}: length {row.length} is outside 0..{self.limits.max_model_len - 1}")
             _check_sampling(row)
@@ -198,17 +205,23 @@ class Rows:
             state.paused[slot] = False
 
     def _check_moves(self, plan: Plan) -> None:
-        if len(plan.swap_out) or len(plan.swap_in):
-            raise PlanError("the plan swaps, but this worker offers no host blocks")
-        if len(plan.copies) % 2:
-            raise PlanError("copies are not pairs")
-        if not len(plan.copies):
-            return
-        if plan.copies.min() <= 0 or plan.copies.max() >= self.limits.num_blocks:
-            raise PlanError(f"a copied block is outside 1..{self.limits.num_blocks - 1}")
-        sources, destinations = set(plan.copies[::2].tolist()), plan.copies[1::2].tolist()
-        if len(set(destinations)) != len(destinations) or sources & set(destinations):
-            raise PlanError("a block is the destination of two copies, or source and destination in one plan")
+        """Nothing is written twice, and nothing that is written is read, so the order within each column is free."""
+        blocks, host = range(1, self.limits.num_blocks), range(self.limits.host_blocks)
+        out_from, out_to = self._pairs("swap_out", plan.swap_out, blocks, host)
+        in_from, in_to = self._pairs("swap_in", plan.swap_in, host, blocks)
+        copied_from, copied_to = self._pairs("copies", plan.copies, blocks, blocks)
+        for read, written in ((out_from | copied_from, [*in_to, *copied_to]), (in_from, out_to)):
+            if len(set(written)) != len(written) or read & set(written):
+                raise PlanError("a block is the destination of two moves, or source and destination in one plan")
+
+    def _pairs(self, name: str, moves: Int32, sources: range, destinations: range) -> tuple[set[int], list[int]]:
+        """The sources and the destinations of a column of moves, checked to lie in their memories."""
+        if len(moves) % 2:
+            raise PlanError(f"{name} are not pairs")
+        for blocks, allowed in ((moves[::2], sources), (moves[1::2], destinations)):
+            if len(blocks) and not (blocks.min() >= allowed.start and blocks.max() < allowed.stop):
+                raise PlanError(f"{name} name a block outside {allowed.start}..{allowed.stop - 1}")
+        return set(moves[::2].tolist()), moves[1::2].tolist()
 
     def _schedule(self, plan: Plan, state: State) -> Step:
         decode_slots = np.flatnonzero(state.decoding & ~state.paused)
@@ -234,6 +247,7 @@ class Rows:
                 raise PlanError(f"slot {slot}: a chunk from position {start}, but it holds {state.length[slot]} tokens")
         ends = starts + chunk_lens
         self._check_room(chunk_slots, ends, state)
+        held = state.length[chunk_slots]
         state.length[decode_slots] += 1
         state.length[chunk_slots] = ends
 
@@ -249,15 +263,18 @@ class Rows:
         state.length[sampled_slots] = sampled_ends
 
         decodes = len(decode_slots)
+        never = np.zeros(decodes, dtype=np.bool_)
         chunk_ends_in_batch = decodes + np.cumsum(chunk_lens)
         offsets = np.arange(chunk_lens.sum()) - np.repeat(np.cumsum(chunk_lens) - chunk_lens, chunk_lens)
+        chunk_positions = np.repeat(starts, chunk_lens) + offsets
         return Step(
             decode_slots=decode_slots,
             chunk_slots=chunk_slots,
             chunk_lens=chunk_lens,
             chunk_ends=ends,
             token_slots=np.concatenate([decode_slots, np.repeat(chunk_slots, chunk_lens)]),
-            positions=np.concatenate([decode_positions, np.repeat(starts, chunk_lens) + offsets]),
+            positions=np.concatenate([decode_positions, chunk_positions]),
+            stored=np.concatenate([never, chunk_positions < np.repeat(held, chunk_lens)]),
             sample_tokens=np.concatenate([np.arange(decodes), np.repeat(chunk_ends_in_batch - 1, counts)]),
             sample_slots=np.concatenate([decode_slots, sampled_slots]),
             sample_positions=np.concatenate([decode_positions + 1, sampled_ends]),
@@ -283,6 +300,7 @@ class Rows:
             self.top_k[row.slot] = row.top_k
             self.min_p[row.slot] = row.min_p
             self.seed[row.slot] = row.seed
+            self.logprobs[row.slot] = row.logprobs
 
     def _write_tables(self, plan: Plan, appended_at: Ints) -> None:
         begin = 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from services.scheduler.invariants import check
 from services.scheduler.limits import Limits
+from services.scheduler.prefix_cache import Digest, digest
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.stats import Stats
 from services.worker.executor import StepOutput
@@ -59,7 +60,10 @@ class Simulation:
         max_num_batched_tokens: int = 64,
         max_num_queued_reqs: int = 1000,
         max_model_len: int = 2048,
+        digest: Digest = digest,
+        **policy: Any,
     ) -> None:
+        """``digest`` makes the prefix cache's keys. ``policy``: further fields of Limits."""
         limits = Limits(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -69,10 +73,13 @@ class Simulation:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_queued_reqs=max_num_queued_reqs,
+            **policy,
         )
         self.now = 0.0
         self.limits = limits
-        self.scheduler = Scheduler(limits, Stats(limits), scheduler_epoch=1, worker_epoch=2, clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            limits, Stats(limits), scheduler_epoch=1, worker_epoch=2, clock=lambda: self.now, digest=digest
+        )
         self.executor = self.new_executor()
         self.plans: list[Plan] = []
         self.sent: deque[Plan] = deque()
@@ -83,6 +90,8 @@ class Simulation:
         self._tables: dict[int, list[int]] = {}
         self._decoding: set[int] = set()
         self._named: dict[int, set[int]] = {}  # step in flight → blocks it names
+        self._stores: dict[int, set[int]] = {}  # step in flight → blocks it stores to
+        self._lengths: dict[int, int] = {}  # tokens of each slot
 
     def new_executor(self) -> NullExecutor:
         return NullExecutor(
@@ -104,6 +113,8 @@ class Simulation:
         generated: Sequence[int] = (),
         counts: Sequence[int] = (),
         priority: int = 0,
+        tenant: str = "",
+        timeout: float = 0.0,
         **sampling: Any,
     ) -> SubmitTokens:
         return SubmitTokens(
@@ -112,6 +123,8 @@ class Simulation:
             SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling}),
             int32(prompt),
             priority=priority,
+            tenant=tenant,
+            timeout=timeout,
             generated=int32(generated),
             generated_counts=list(counts),
         )
@@ -123,9 +136,9 @@ class Simulation:
         max_tokens: int,
         generated: list[list[int]] | None = None,
         owner: bytes = OWNER,
-        priority: int = 0,
-        **sampling: Any,
+        **fields: Any,
     ) -> Accept | None:
+        """``fields``: of the message, or of its sampling parameters."""
         known = generated or []
         message = self.message(
             rid,
@@ -133,8 +146,7 @@ class Simulation:
             max_tokens,
             generated=[token for ids in known for token in ids],
             counts=[len(ids) for ids in known],
-            priority=priority,
-            **sampling,
+            **fields,
         )
         for index, ids in enumerate(known):
             self.outputs.setdefault((rid, index), list(ids))
@@ -163,7 +175,7 @@ class Simulation:
         """The next result arrives."""
         if self.executed:
             step_id, output = self.executed.popleft()
-            del self._named[step_id]
+            del self._named[step_id], self._stores[step_id]
             self.scheduler.retire(step_id, output.slots, output.ids)
             self.check()
             return True
@@ -193,6 +205,7 @@ class Simulation:
         self.sent.clear()
         self.executed.clear()
         self._named.clear()
+        self._stores.clear()
         self.executor = self.new_executor()
         self.scheduler.restart(worker_epoch=3)
         self.check()
@@ -239,6 +252,7 @@ class Simulation:
         if plan.full:
             self._tables.clear()
             self._decoding.clear()
+            self._lengths.clear()
         for slot in plan.release:
             del self._tables[slot]
             self._decoding.discard(slot)
@@ -249,6 +263,29 @@ class Simulation:
             start += count
         for slot, block in zip(plan.append_slots.tolist(), plan.append_blocks.tolist(), strict=True):
             self._tables[slot].append(block)
+        size = self.limits.block_size
+        self._lengths |= {row.slot: row.length for row in plan.new_rows}
+        pending = set().union(*self._stores.values())
+        copies = plan.copies.reshape(-1, 2).tolist()
+        copied = {destination for _, destination in copies}
+        for row in plan.new_rows:
+            if row.slot in plan.chunk_slots:  # a fork reads what its sibling stores in this very step
+                held = set(self._tables[row.slot][: -(-row.length // size)])
+                read = held - copied | {source for source, destination in copies if destination in held}
+                assert not read & pending, "a hit on what is not written yet"
+        stores = set()
+        for slot in decoding:
+            stores.add(self._tables[slot][self._lengths[slot] // size])
+            self._lengths[slot] += 1
+        columns = zip(plan.chunk_slots, plan.chunk_starts, plan.chunk_lens, plan.chunk_samples, strict=True)
+        for slot, start, count, samples in columns:
+            first = max(start, self._lengths[slot])  # what is stored already is not stored again
+            if start + count > first:
+                stores.update(self._tables[slot][first // size : -(-(start + count) // size)])
+            for one in {slot, *samples}:
+                self._lengths[one] = start + count
+        self._stores[plan.step_id] = stores
         self._decoding.update(slot for samples in plan.chunk_samples for slot in samples)
         active = decoding | set(plan.chunk_slots)
-        self._named[plan.step_id] = {block for slot in active for block in self._tables[slot]}
+        named = {block for slot in active for block in self._tables[slot]}
+        self._named[plan.step_id] = named | {block for pair in copies for block in pair}

@@ -22,6 +22,7 @@ class Driver:
             block_size=rng.choice([1, 4, 16]),
             max_num_seqs=rng.choice([1, 3, 8]),
             max_num_batched_tokens=rng.choice([8, 16, 64]),
+            scheduling_policy=rng.choice(["fcfs", "priority", "fair"]),
         )
         self.expected: dict[tuple[int, int], list[int]] = {}
         self.keeps: dict[tuple[int, int], int] = {}
@@ -73,7 +74,15 @@ class Driver:
         outputs = [toy_output(prompt, max_tokens, temperature, seed + index) for index in range(n)]
         generated = [output[: rng.randint(0, len(output))] for output in outputs] if rng.random() < 0.2 else None
         self.simulation.submit(
-            rid, prompt, max_tokens, generated, temperature=temperature, seed=seed, n=n, priority=rng.randint(0, 2)
+            rid,
+            prompt,
+            max_tokens,
+            generated,
+            temperature=temperature,
+            seed=seed,
+            n=n,
+            priority=rng.randint(0, 2) if self.simulation.limits.scheduling_policy == "priority" else 0,
+            tenant=rng.choice("abc"),
         )
         self.expected |= {(rid, index): output for index, output in enumerate(outputs)}
 

@@ -33,7 +33,7 @@ def test_four_requests_hold_13_blocks_where_reserving_takes_512() -> None:
     simulation = Simulation(num_blocks=600, max_num_batched_tokens=256)
     lengths = (6, 50, 8, 100)
     for rid, length in enumerate(lengths, 1):
-        simulation.submit(rid, [5] * length, 4)
+        simulation.submit(rid, [rid] * length, 4)
     simulation.plan()
     used = simulation.scheduler.pool.num_used
     assert used == 13
@@ -198,8 +198,9 @@ def test_a_pool_too_small_preempts_and_gives_the_same_tokens() -> None:
 
 
 def test_the_victim_is_the_newest_of_the_lowest_priority_and_returns_before_newcomers() -> None:
-    simulation = Simulation(num_blocks=5, max_num_seqs=3)
+    simulation = Simulation(scheduling_policy="priority", num_blocks=5, max_num_seqs=3)
     simulation.submit(1, [1] * 14, 30, priority=1)
+    simulation.plan()  # it runs before the others come
     simulation.submit(2, [2] * 14, 10, priority=0)
     simulation.submit(3, [3] * 14, 10, priority=0)
     simulation.submit(4, [4] * 2, 2, priority=0)

@@ -9,8 +9,8 @@ LINE = re.compile(
     r"Avg prompt throughput: (\d+\.\d) tokens/s, Avg generation throughput: (\d+\.\d) tokens/s, "
     r"Running: (\d+) reqs, Waiting: (\d+) reqs, GPU KV cache usage: (\d+\.\d)%, Prefix cache hit rate: (\d+\.\d)%"
 )
-IDLE = Load(running=0, waiting=0, preempted=0, blocks_used=0, blocks_total=40)
-BUSY = Load(running=3, waiting=2, preempted=1, blocks_used=10, blocks_total=40)
+IDLE = Load(running=0, waiting=0, preempted=0, blocks_used=0, blocks_total=40, blocks_cached=0)
+BUSY = Load(running=3, waiting=2, preempted=1, blocks_used=10, blocks_total=40, blocks_cached=20)
 
 
 def value(stats: Stats, name: str, labels: tuple[str, ...] = ()) -> float:
@@ -44,7 +44,7 @@ def test_tokens_behind_a_stop_string_are_paid_back() -> None:
 
 def test_gauges_and_their_reasons() -> None:
     stats = Stats(Simulation().limits)
-    stats.refresh(BUSY)
+    stats.refresh(BUSY, {"memory": 1, "preempted": 1})
     assert value(stats, "vllm:num_requests_running") == 3
     assert value(stats, "vllm:num_requests_waiting") == 2
     assert value(stats, "vllm:kv_cache_usage_perc") == 0.25

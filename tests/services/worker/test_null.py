@@ -128,12 +128,38 @@ def test_verify_notices_a_wrong_token_far_behind_the_newest() -> None:
             null.execute(plan)  # the newest token's memory is right: only verify reads the rest
 
 
-def test_released_memory_is_poisoned() -> None:
+def test_released_memory_keeps_its_contents_until_another_row_gets_it() -> None:
     null = executor()
-    null.execute(prefill(0, [7, 8, 9], [5]))
+    null.execute(prefill(0, [7, 8, 9, 6], [5]))
     null.execute(replace(EMPTY, release=[0]))
+    again = prefill(1, [1], [5, 6], new_rows=[row(1, length=4)], chunk_starts=[4])
+    assert null.execute(again).ids.tolist() == toy_output([7, 8, 9, 6, 1], 1)
+    null.execute(replace(EMPTY, release=[1]))
+    null.execute(prefill(2, [2], [5]))
+    null.execute(replace(EMPTY, release=[2]))
     with pytest.raises(PlanError, match="not its own prefix"):
-        null.execute(prefill(1, [1], [5], new_rows=[row(1, length=3)], chunk_starts=[3]))
+        null.execute(again)
+
+
+def test_a_cached_last_token_is_computed_again_and_not_stored() -> None:
+    null = executor()
+    null.execute(prefill(0, [7, 8, 9, 6], [5]))
+    plan = prefill(1, [6], [5], new_rows=[row(1, length=4)], chunk_starts=[3], decodes=1)
+    plan = replace(plan, append_slots=int32([0]), append_blocks=int32([8]))
+    assert null.execute(plan).ids.tolist()[1] == toy_output([7, 8, 9, 6], 1)[0]
+    with pytest.raises(PlanError, match="slot 2 computes other tokens again than those it holds"):
+        null.execute(
+            prefill(
+                2,
+                [1],
+                [5],
+                new_rows=[row(2, length=4)],
+                chunk_starts=[3],
+                decodes=2,
+                append_slots=int32([1]),
+                append_blocks=int32([9]),
+            )
+        )
 
 
 def test_a_shared_prefix_is_read_from_memory() -> None:

@@ -1,0 +1,100 @@
+"""Free blocks as runs of consecutive numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+class FreeRuns:
+    """A set of block numbers that knows its maximal runs, with O(1) additions and removals per block.
+
+    Each end of a run knows the other, as in a boundary-tag allocator, and runs of one length are kept together. Blocks
+    are only ever taken from the front of a run, so the longest length falls by at most one per block taken.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._length = [0] * (num_blocks + 1)  # at both ends of a run: how long it is; within, and for others: 0
+        self._free = bytearray(num_blocks + 1)
+        self._starts: list[dict[int, None]] = [{} for _ in range(num_blocks + 1)]  # length → starts of such runs
+        self._longest = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, block: int) -> bool:
+        return bool(self._free[block])
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """Blocks become free, and join the runs beside them. None may be free already."""
+        free, length, starts = self._free, self._length, self._starts
+        for block in blocks:
+            if free[block]:
+                raise ValueError(f"block {block} is free already")
+            free[block] = True
+            self._count += 1
+            start, size = block, 1
+            if free[block - 1]:
+                before = length[block - 1]
+                start, size = block - before, before + 1
+                del starts[before][start]
+            if free[block + 1]:
+                after = length[block + 1]
+                del starts[after][block + 1]
+                size += after
+            length[block] = 0
+            length[start] = length[start + size - 1] = size
+            starts[size][start] = None
+            if size > self._longest:
+                self._longest = size
+
+    def take(self, count: int, after: int) -> list[int]:
+        """Removes ``count`` blocks: ``after`` + 1 and on while free, else from the front of the longest run."""
+        if count > self._count:
+            raise ValueError(f"{count} blocks wanted, {self._count} free")
+        taken: list[int] = []
+        while len(taken) < count:
+            following = after + 1
+            if not (after and self._free[following] and not self._free[after]):
+                while not self._starts[self._longest]:
+                    self._longest -= 1
+                following = next(iter(self._starts[self._longest]))
+            taken += self._take_front(following, count - len(taken))
+            after = taken[-1]
+        return taken
+
+    def lengths(self) -> Counter[int]:
+        """How many runs there are of each length."""
+        return Counter({length: len(starts) for length, starts in enumerate(self._starts) if starts})
+
+    def check_invariants(self) -> set[int]:
+        """The free blocks. Raises AssertionError unless the runs are exactly their maximal runs."""
+        free = {block for block, is_free in enumerate(self._free) if is_free}
+        runs: dict[int, int] = {}
+        for block in sorted(free):
+            if block - 1 not in free:
+                start = block
+                runs[start] = 0
+            runs[start] += 1
+        known = {start: length for length, starts in enumerate(self._starts) for start in starts}
+        assert known == runs, f"runs {known} are kept, there are {runs}"
+        assert len(free) == self._count, "free blocks are miscounted"
+        assert all(self._length[start] == self._length[start + n - 1] == n for start, n in runs.items()), "wrong ends"
+        assert max(runs.values(), default=0) <= self._longest, "a run is longer than the longest"
+        return free
+
+    def _take_front(self, start: int, most: int) -> range:
+        size = self._length[start]
+        count = min(size, most)
+        del self._starts[size][start]
+        for block in range(start, start + count):
+            self._free[block] = False
+        self._count -= count
+        self._length[start] = self._length[start + size - 1] = 0
+        left = size - count
+        if left:
+            rest = start + count
+            self._length[rest] = self._length[start + size - 1] = left
+            self._starts[left][rest] = None
+        return range(start, start + count)
