@@ -366,6 +366,7 @@ class NewRow:
     """A sequence enters a slot. ``length`` tokens of it already have KV in its table (0 for a plain prompt).
 
     The slot's block table comes in the plan's ``table_*`` columns. seed and position alone decide sampling noise.
+    logprobs: how many of the likeliest tokens come with each result of the row, besides the sampled one; -1: none.
     """
 
     slot: int
@@ -376,6 +377,22 @@ class NewRow:
     top_k: int
     min_p: float
     seed: int
+    logprobs: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of the model's probabilities (before temperature and filters), of results that asked for them.
+
+    Entry j is about result ``entries[j]``: ``sampled[j]`` of its token, and the likeliest tokens, the likeliest first,
+    in ``top_ids`` and ``top``, cut by ``top_counts``.
+    """
+
+    entries: list[int]
+    sampled: list[float]
+    top_counts: list[int]
+    top_ids: list[int]
+    top: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +405,8 @@ class Plan(Message):
     next token is sampled into each slot of ``chunk_samples[i]`` (empty: the prompt goes on in a later plan).
     table_*: whole block tables of new rows and replaced ones. append_*: one more block for a slot.
     release: slots whose sequence is over. pause/resume: slots that skip steps and keep their memory.
-    swap_out, swap_in, copies: (source, destination) pairs, flat; done in this order and before any store.
+    swap_out, swap_in, copies: (source, destination) pairs, flat; done in this order and before any store. swap_out is
+    from a block to a host block, 0..host_blocks-1, and swap_in the other way.
     """
 
     kind: ClassVar[Kind] = Kind.PLAN
@@ -421,7 +439,7 @@ class Result(Message):
     """worker → scheduler: step done, its KV written. Entry i: the token sampled into slot ``slots[i]``.
 
     Rank 0 sends slots and ids; every rank sends the checksum of them, so ranks that drift apart are noticed.
-    timings: seconds by part (``forward``, ``sample``, ``wait`` for the plan, ``total``). error: the step failed.
+    timings: seconds by part (``swap_out``, ``swap_in``, ``forward``, ``sample``, ``total``). error: the step failed.
     """
 
     kind: ClassVar[Kind] = Kind.RESULT
@@ -434,6 +452,7 @@ class Result(Message):
     ids: Int32
     timings: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

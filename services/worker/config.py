@@ -24,6 +24,11 @@ class WorkerConfig:
     gpu_memory_utilization: float = option(0.92, "share of GPU memory used in all", minimum=0.01, maximum=1.0)
     cpu_memory_utilization: float = option(0.4, "share of free memory for KV on a CPU", minimum=0.01, maximum=0.95)
     num_gpu_blocks_override: int | None = option(None, "KV blocks, exactly (block 0, the padding, included)", minimum=2)
+    swap_space: int = option(
+        0,
+        "host memory for KV of preempted requests, with a suffix such as 4GiB; never more than the device's KV",
+        size=True,
+    )
     threads: int = option(0, "compute threads; 0: the cgroup's quota and affinity", minimum=0, maximum=1024)
     download_dir: str = option("", "where models are kept; default: the user's cache")
     null_step_ms: float = option(0.0, "time a step of the null worker takes", minimum=0)

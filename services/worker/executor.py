@@ -6,16 +6,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.codec import Int32
-from shared.wire import Memory, Plan
+from shared.wire import Logprobs, Memory, Plan
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Entry i: token ``ids[i]`` was sampled into slot ``slots[i]`` (order: docs/protocol.md). timings in seconds."""
+    """Entry i: token ``ids[i]`` was sampled into slot ``slots[i]`` (order: docs/protocol.md). timings in seconds.
+
+    logprobs: of the entries whose rows asked, None when no row did.
+    """
 
     slots: Int32
     ids: Int32
     timings: dict[str, float] = field(default_factory=dict)
+    logprobs: Logprobs | None = None
 
 
 class Executor(Protocol):

@@ -13,6 +13,7 @@ from kernels import ops
 from services.worker import machine
 from services.worker.config import WorkerConfig
 from services.worker.executor import StepOutput
+from services.worker.host_memory import HostMemory
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Batch, Decoder
 from services.worker.rows import Ints, Limits, Rows, Step
@@ -20,7 +21,7 @@ from services.worker.weights import load_weights
 from shared.codec import no_ids
 from shared.errors import ConfigError
 from shared.models import ModelFiles, locate
-from shared.wire import Memory, Plan
+from shared.wire import Logprobs, Memory, Plan
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +48,17 @@ class ModelExecutor:
         num_blocks = _num_blocks(config, budget, bytes_per_token * config.block_size, max_model_len)
         self._check_room(num_blocks * bytes_per_token * config.block_size, cgroup)
         self._kv = self._allocate(model, num_blocks, config.block_size)
-        self._rows = Rows(Limits(config.max_num_seqs, num_blocks, config.block_size, max_model_len, model.vocab_size))
+        # What a larger host pool held could never come back at once.
+        host_blocks = min(config.swap_space // (bytes_per_token * config.block_size), num_blocks - 1)
+        self._check_room(host_blocks * bytes_per_token * config.block_size, cgroup)
+        self._host = HostMemory(self._kv, host_blocks)
+        limits = Limits(
+            config.max_num_seqs, num_blocks, config.block_size, max_model_len, model.vocab_size, host_blocks
+        )
+        self._rows = Rows(limits)
         self._memory = Memory(
             num_blocks=num_blocks,
-            host_blocks=0,
+            host_blocks=host_blocks,
             block_size=config.block_size,
             bytes_per_block=bytes_per_token * config.block_size,
             max_model_len=max_model_len,
@@ -75,18 +83,34 @@ class ModelExecutor:
     def execute(self, plan: Plan) -> StepOutput:
         begin = time.perf_counter()
         step = self._rows.apply(plan)
+        timings = self._move(plan)
+        if not len(step.positions):
+            return StepOutput(no_ids(), no_ids(), timings | {"total": time.perf_counter() - begin})
+        started = time.perf_counter()
+        hidden = self._decoder.forward(self._batch(step, plan), self._kv)
+        forward = time.perf_counter()
+        ids, logprobs = self._sample(hidden, step)
+        self._rows.last_token[step.sample_slots] = ids
+        end = time.perf_counter()
+        timings |= {"forward": forward - started, "sample": end - forward, "total": end - begin}
+        return StepOutput(step.sample_slots.astype(np.int32), ids.astype(np.int32), timings, logprobs)
+
+    def _move(self, plan: Plan) -> dict[str, float]:
+        """Swaps and copies, in this order. Returns the seconds that swapping took, where there was any."""
+        timings = {}
+        for name, moves, move in (
+            ("swap_out", plan.swap_out, self._host.swap_out),
+            ("swap_in", plan.swap_in, self._host.swap_in),
+        ):
+            if len(moves):
+                begin = time.perf_counter()
+                pairs = torch.from_numpy(moves.astype(np.int64))
+                move(self._kv, pairs[::2], pairs[1::2])
+                timings[name] = time.perf_counter() - begin
         if len(plan.copies):
             pairs = self._upload(plan.copies.astype(np.int64))
             ops.copy_blocks(self._kv, pairs[::2], pairs[1::2])
-        if not len(step.positions):
-            return StepOutput(no_ids(), no_ids(), {"total": time.perf_counter() - begin})
-        hidden = self._decoder.forward(self._batch(step, plan), self._kv)
-        forward = time.perf_counter()
-        ids = self._sample(hidden, step)
-        self._rows.last_token[step.sample_slots] = ids
-        end = time.perf_counter()
-        timings = {"forward": forward - begin, "sample": end - forward, "total": end - begin}
-        return StepOutput(step.sample_slots.astype(np.int32), ids.astype(np.int32), timings)
+        return timings
 
     def _load(self, model: ModelConfig, files: ModelFiles, max_model_len: int) -> Decoder:
         begin = time.perf_counter()
@@ -131,9 +155,9 @@ class ModelExecutor:
         width = int(self._rows.state.blocks[slots].max(initial=0))
         return self._upload(self._rows.tables[slots, :width])
 
-    def _sample(self, hidden: torch.Tensor, step: Step) -> Ints:
+    def _sample(self, hidden: torch.Tensor, step: Step) -> tuple[Ints, Logprobs | None]:
         if not len(step.sample_slots):
-            return np.empty(0, dtype=np.int64)
+            return np.empty(0, dtype=np.int64), None
         logits = self._decoder.logits(hidden[self._upload(step.sample_tokens)])
         rows, slots = self._rows, step.sample_slots
         if not rows.temperature[slots].any():
@@ -148,8 +172,25 @@ class ModelExecutor:
                 self._upload(rows.seed[slots]),
                 self._upload(step.sample_positions),
             )
+        asked = np.flatnonzero(rows.logprobs[slots] >= 0)
+        logprobs = self._logprobs(logits, ids, asked, rows.logprobs[slots[asked]]) if len(asked) else None
         sampled: Ints = ids.cpu().numpy()
-        return sampled
+        return sampled, logprobs
+
+    def _logprobs(self, logits: torch.Tensor, ids: torch.Tensor, asked: Ints, counts: Ints) -> Logprobs:
+        """Of the model's own probabilities: rows ``asked`` of ``logits [S, V]``, and the likeliest ``counts`` each."""
+        chosen = self._upload(asked)
+        everything = torch.log_softmax(logits[chosen].float(), dim=-1)
+        sampled = everything.gather(1, ids[chosen].unsqueeze(1)).squeeze(1)
+        values, tokens = everything.topk(int(counts.max()), dim=-1)
+        wanted = torch.arange(values.shape[1]) < torch.from_numpy(counts).unsqueeze(1)
+        return Logprobs(
+            entries=asked.tolist(),
+            sampled=sampled.tolist(),
+            top_counts=counts.tolist(),
+            top_ids=tokens.cpu()[wanted].tolist(),
+            top=values.cpu()[wanted].tolist(),
+        )
 
     def _upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

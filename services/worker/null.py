@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from services.worker.config import WorkerConfig
 from services.worker.executor import PlanError, StepOutput
+from shared.codec import Int32
 from shared.models import locate
 from shared.wire import Logprobs, Memory, NewRow, Plan
 
@@ -282,7 +283,7 @@ class NullExecutor:
         ):
             raise PlanError("a block is the destination of two moves, or source and destination in one plan")
 
-    def _swap(self, pairs: Index, sources: list[npt.NDArray[Any]], destinations: list[npt.NDArray[Any]]) -> None:
+    def _swap(self, pairs: Int32, sources: list[npt.NDArray[Any]], destinations: list[npt.NDArray[Any]]) -> None:
         for source, destination in zip(sources, destinations, strict=True):
             destination[pairs[1::2]] = source[pairs[::2]]
 
@@ -343,7 +344,7 @@ class NullExecutor:
         return np.asarray(np.where(tired, self._eos, ids))
 
     def _logprobs(self, slots: Index, ids: Index) -> Logprobs | None:
-        """Toy log-probabilities: the token after the likeliest one in the vocabulary is the second likeliest, and so on.
+        """Toy log-probabilities: the token after the likeliest one in the vocabulary is the second likeliest, etc.
 
         They fall by the same gap from one to the next, which depends on the prefix. For one prefix in sixteen an EOS is
         the second likeliest.

@@ -215,6 +215,7 @@ class WorkerService:
             ids=ids if first else no_ids(),
             timings=output.timings,
             error=error,
+            logprobs=output.logprobs if first else None,
         )
 
     def _send(self, message: Message) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -166,3 +167,78 @@ def test_what_freed_blocks_hold_does_no_harm(executor: ModelExecutor) -> None:
         layer[1:] = float("nan")
     assert Driver(executor, seed=9).generate(prompts, 6) == expected
     assert all(torch.count_nonzero(layer[0]) == 0 for layer in executor._kv)
+
+
+def test_a_row_swapped_out_and_in_goes_on_alike_in_other_blocks(folder: Path) -> None:
+    """KV that was moved to the host and back, into other blocks, is the same to the last bit."""
+    executor = random_models.executor(folder, swap_space=2 * 16 * 768)
+    assert executor.memory.host_blocks == 2
+    prompt = random_models.prompts(20)[0]
+    expected = Driver(executor).generate([prompt], 5)[0]
+    entry = {"table_slots": [0], "table_lens": [2], "chunk_slots": [0], "chunk_samples": [[0]]}
+    ids = [
+        executor.execute(
+            plan(
+                full=True,
+                new_rows=[new_row(0)],
+                table_blocks=[11, 12],
+                chunk_starts=[0],
+                chunk_lens=[20],
+                tokens=prompt,
+                **entry,
+            )
+        ).ids.tolist()
+    ]
+    ids.append(executor.execute(plan(decodes=1)).ids.tolist())
+    out = executor.execute(plan(release=[0], swap_out=[11, 1, 12, 0]))
+    assert out.timings["swap_out"] > 0
+    for layer in executor._kv:
+        layer[1:] = float("nan")
+    back = {"swap_in": [1, 30, 0, 29], "table_blocks": [30, 29], "chunk_starts": [21], "chunk_lens": [1]}
+    ids.append(executor.execute(plan(new_rows=[new_row(0, length=21)], tokens=ids[-1], **back, **entry)).ids.tolist())
+    ids += [executor.execute(plan(decodes=1)).ids.tolist() for _ in range(2)]
+    assert [one for (one,) in ids] == expected
+
+
+def test_the_host_pool_is_never_larger_than_the_device_pool(folder: Path) -> None:
+    memory = random_models.executor(folder, swap_space=1 << 30).memory
+    assert memory.host_blocks == memory.num_blocks - 1
+
+
+def test_logprobs_are_those_of_the_models_own_distribution(executor: ModelExecutor) -> None:
+    """Against a float64 softmax of the logits; a row that did not ask has none, whatever its neighbours asked."""
+    prompts = random_models.prompts(9, 12)
+    logits = []
+    original = executor._decoder.logits
+
+    def keeping(hidden: torch.Tensor) -> torch.Tensor:
+        logits.append(original(hidden).clone())
+        return logits[-1]
+
+    executor._decoder.logits = keeping  # type: ignore[method-assign]
+    try:
+        params = SamplingParams(temperature=1.3, seed=5)
+        output = executor.execute(
+            plan(
+                full=True,
+                new_rows=[new_row(0), dataclasses.replace(new_row(1, params), logprobs=3)],
+                table_slots=[0, 1],
+                table_lens=[1, 1],
+                table_blocks=[4, 5],
+                chunk_slots=[0, 1],
+                chunk_starts=[0, 0],
+                chunk_lens=[9, 12],
+                chunk_samples=[[0], [1]],
+                tokens=[*prompts[0], *prompts[1]],
+            )
+        )
+    finally:
+        executor._decoder.logits = original  # type: ignore[method-assign]
+    found = output.logprobs
+    assert found is not None
+    exact = torch.log_softmax(logits[0][1].double(), -1)
+    assert (found.entries, found.top_counts) == ([1], [3])
+    assert found.top_ids == exact.topk(3).indices.tolist()
+    assert found.top == pytest.approx(exact.topk(3).values.tolist(), abs=1e-5)
+    assert found.sampled == pytest.approx([exact[output.ids[1]].item()], abs=1e-5)
+    assert executor.execute(plan(full=True)).logprobs is None

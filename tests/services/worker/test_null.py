@@ -221,7 +221,7 @@ def test_eos_comes_only_above_temperature_1() -> None:
         (prefill(0, [1], [1], chunk_starts=[1]), r"chunk 1\+1 does not follow the 0 of slot 0"),
         (prefill(0, [1, 2], [1], chunk_lens=[1]), "2 tokens for chunks of 1"),
         (prefill(0, [1, 2, 3, 4, 5], [1, 1]), "stored in the same place"),
-        (replace(EMPTY, swap_in=int32([1, 2])), "no host blocks"),
+        (replace(EMPTY, swap_in=int32([1, 2])), "swap_in names a block outside"),
     ],
 )
 def test_plans_that_cannot_be_right(plan: Plan, message: str) -> None:
