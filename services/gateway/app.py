@@ -22,13 +22,14 @@ from services.gateway.errors import JSON
 from services.gateway.generation import Generation
 from services.gateway.middleware import ApiKeys, Errors, RequestContext
 from services.gateway.models import Models
-from services.gateway.schemas import DetokenizeRequest, TokenizeRequest, validate
+from services.gateway.schemas import DetokenizeRequest, ExplainRequest, TokenizeRequest, validate
 from shared.errors import RequestError
 from shared.metrics import render
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+QUERY_TIMEOUT = 5.0  # seconds the scheduler may take to answer about its memory
 METRICS_TIMEOUT = 1.0  # seconds the scheduler may take to give the other processes' numbers
 
 
@@ -48,6 +49,8 @@ def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
             Route("/ready", endpoints.ready),
             Route("/version", endpoints.version),
             Route("/metrics", endpoints.metrics),
+            Route("/internal/blocks", endpoints.blocks),
+            Route("/internal/explain", endpoints.explain, methods=["POST"]),
         ],
         redirect_slashes=False,
     )
@@ -56,7 +59,8 @@ def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
         scope["app"] = router  # so that 404 and 405 are raised, and answered like every other error
         await router(scope, receive, send)
 
-    app: ASGIApp = Errors(ApiKeys(routed, config.api_key, trust_header=config.trust_tenant_header))
+    app: ASGIApp = ApiKeys(routed, config.api_key, config.admin_api_key, trust_header=config.trust_tenant_header)
+    app = Errors(app)
     app = RequestContext(app, engine.metrics, config.access_log)
     return CORSMiddleware(
         app,
@@ -87,10 +91,7 @@ class Endpoints:
         self._models.resolve(body.pop("model", None))
         asked = validate(TokenizeRequest, body, limits)
         asked.check()
-        args = asked.model_dump(exclude_none=True, exclude={"messages"})
-        if asked.messages is not None:
-            args["messages"] = [message.plain() for message in asked.messages]
-        reply = await self._ask("tokenize", args)
+        reply = await self._ask("tokenize", asked.prompt_args())
         tokens = reply["tokens"]
         return JSON(
             {
@@ -108,6 +109,28 @@ class Endpoints:
         asked = validate(DetokenizeRequest, body, limits)
         return JSON({"prompt": (await self._ask("detokenize", {"tokens": asked.tokens}))["prompt"]})
 
+    async def blocks(self, request: Request) -> Response:
+        """A page of the block ledger; ``next_cursor`` is the next one's ``cursor``, null on the last."""
+        text = request.query_params.get("cursor", "0")
+        if not (text.isascii() and text.isdecimal() and len(text) < 10):
+            raise RequestError(f"cursor: {text[:32]!r} is not a number that next_cursor gave", param="cursor")
+        reply = await self._engine.ask_scheduler("ledger", QUERY_TIMEOUT, cursor=int(text))
+        return JSON({**reply.body, "next_cursor": reply.next_cursor or None})
+
+    async def explain(self, request: Request) -> Response:
+        """What of a prompt is in the prefix cache, and why not more."""
+        limits = self._engine.limits
+        body = await read_json(request, self._config.max_body_bytes, limits.max_model_len)
+        self._models.resolve(body.pop("model", None))
+        asked = validate(ExplainRequest, body, limits)
+        asked.check()
+        tokens = asked.tokens
+        if tokens is None:
+            tokens = (await self._ask("tokenize", asked.prompt_args()))["tokens"]
+        tenant = request.scope["state"]["tenant"] if asked.tenant is None else asked.tenant
+        args = {"tokens": tokens, "cache_salt": asked.cache_salt or "", "tenant": tenant}
+        return JSON((await self._engine.ask_scheduler("explain", QUERY_TIMEOUT, args)).body)
+
     async def health(self, request: Request) -> Response:
         """Whether the server lives: 200 from the first moment on, 503 once its scheduler is lost."""
         return _state(self._engine.unhealthy)
@@ -123,7 +146,7 @@ class Endpoints:
         """All processes' numbers, this one's being fresh; this one's alone when the scheduler does not answer."""
         others: list[Any] = []
         try:
-            others = await self._engine.ask_scheduler("metrics", METRICS_TIMEOUT)
+            others = (await self._engine.ask_scheduler("metrics", METRICS_TIMEOUT)).body
         except RequestError as error:
             log.warning("metrics of the other processes are missing: %s", error.message)
         labels = {"model_name": self._models.names[0], "engine": "0"}

@@ -17,6 +17,7 @@ class GatewayConfig:
     port: int = option(8000, "port to listen on", minimum=0, maximum=65535)
     fd: int = option(-1, "listen on this inherited socket instead (the launcher's)")
     api_key: list[str] = option([], "keys clients may present as 'Authorization: Bearer KEY'; none: open", secret=True)
+    admin_api_key: list[str] = option([], "keys for /internal/...; none: those of --api-key do", secret=True)
     trust_tenant_header: bool = option(False, "take the tenant from the X-Tenant header, which a proxy in front sets")
     allowed_origins: list[str] = option(["*"], "origins that web pages may call from (CORS)")
     max_body_bytes: int = option(8 << 20, "largest request body", size=True, minimum=1024)

@@ -169,18 +169,20 @@ class Engine:
         for request in self._open():
             request.fail(self._unavailable(reason))
 
-    async def ask_scheduler(self, what: str, timeout: float) -> Any:
-        """The body of the scheduler's REPLY. Raises RequestError, 503 when it does not come within ``timeout``."""
+    async def ask_scheduler(
+        self, what: str, timeout: float, args: dict[str, Any] | None = None, cursor: int = 0
+    ) -> Reply:
+        """The scheduler's REPLY. Raises RequestError, 503 when it does not come within ``timeout`` seconds."""
         if not self._scheduler.welcomed:
             raise self._unavailable(self.unready)
-        return await self._queries.ask(self._scheduler, what, {}, timeout)
+        return await self._queries.ask(self._scheduler, what, args or {}, timeout, cursor)
 
     async def ask_tokenizer(self, what: str, args: dict[str, Any], timeout: float) -> Any:
         """The body of the least loaded tokenizer's REPLY. Raises RequestError as ``ask_scheduler``."""
         tokenizer = self._least_loaded()
         if tokenizer is None or self.closing:
             raise self._unavailable(self.unready)
-        return await tokenizer.queries.ask(tokenizer.link, what, args, timeout)
+        return (await tokenizer.queries.ask(tokenizer.link, what, args, timeout)).body
 
     def _unavailable(self, reason: str) -> RequestError:
         return RequestError(reason, status=503, code="unavailable", retry_after=1)

@@ -48,7 +48,6 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "prediction": (),
     "presence_penalty": (0, 0.0),
     "prompt_logprobs": (),

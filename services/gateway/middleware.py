@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 access = logging.getLogger("quire.access")
 
 GONE = 499  # for log and metrics only: there is nobody to send it to
+ADMIN_PATHS = "/internal/"
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -99,30 +100,43 @@ class ApiKeys:
     """Lets only holders of a key in, except to the paths that say nothing about anybody's requests.
 
     A tenant is the holder of a key, by the first 16 hex digits of its SHA-256. With ``trust_header`` the X-Tenant
-    header of a proxy that knows its users better names the tenant instead.
+    header of a proxy that knows its users better names the tenant instead. Paths below /internal/, which say something
+    about everybody's requests, want one of ``admin_keys`` where there are any.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], *, trust_header: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = (), *, trust_header: bool = False
+    ) -> None:
         self._app, self._trust_header = app, trust_header
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests, self._admin_digests = _digests(keys), _digests(admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        if self._digests and scope["path"] not in OPEN_PATHS:
-            scope["state"]["tenant"] = self._tenant(headers.get("authorization", ""))
+        if self._admin_digests and scope["path"].startswith(ADMIN_PATHS):
+            _holder(headers.get("authorization", ""), self._admin_digests, "admin API key")
+        elif self._digests and scope["path"] not in OPEN_PATHS:
+            scope["state"]["tenant"] = _holder(headers.get("authorization", ""), self._digests, "API key")[:16]
         if self._trust_header and (name := headers.get("x-tenant")) is not None:
             if not _NAME.fullmatch(name):
                 raise RequestError("X-Tenant: 1 to 128 visible ASCII characters are allowed", code="invalid_value")
             scope["state"]["tenant"] = name
         await self._app(scope, receive, send)
 
-    def _tenant(self, authorization: str) -> str:
-        """Which key's holder it is. All keys are compared, each in constant time, so timing tells nothing."""
-        scheme, _, key = authorization.partition(" ")
-        given = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise RequestError(
-                "missing or wrong API key; send 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
-            )
-        return given.hex()[:16]
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _holder(authorization: str, digests: list[bytes], what: str) -> str:
+    """SHA-256 of the key presented, in hex. All keys are compared, each in constant time, so timing tells nothing.
+
+    Raises RequestError 401 when it is none of those with ``digests``.
+    """
+    scheme, _, key = authorization.partition(" ")
+    given = hashlib.sha256(key.strip().encode("latin-1")).digest()
+    matches = [hmac.compare_digest(given, digest) for digest in digests]
+    if scheme.lower() != "bearer" or not any(matches):
+        raise RequestError(
+            f"missing or wrong {what}; send 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
+        )
+    return given.hex()

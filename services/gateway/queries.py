@@ -18,12 +18,13 @@ class Queries:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
 
-    async def ask(self, link: Link, what: str, args: dict[str, Any], timeout: float) -> Any:
-        """The reply's body. Raises RequestError: the reply's own, or 503 when none came within ``timeout`` seconds."""
+    async def ask(self, link: Link, what: str, args: dict[str, Any], timeout: float, cursor: int = 0) -> Reply:
+        """The reply. Raises RequestError: the reply's own, or 503 when none came within ``timeout`` seconds."""
         number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
         try:
-            link.send(Query(number, what, args))
+            link.send(Query(number, what, args, cursor))
             reply = await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise RequestError(
@@ -39,7 +40,7 @@ class Queries:
                 code=body.get("code"),
                 param=body.get("param"),
             )
-        return reply.body
+        return reply
 
     def answer(self, reply: Reply) -> None:
         future = self._waiting.get(reply.number)

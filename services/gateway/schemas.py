@@ -23,6 +23,7 @@ from shared.errors import RequestError
 from shared.sampling import SamplingParams
 
 MAX_PROMPTS = 1024
+MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
@@ -182,6 +183,7 @@ class GenerationRequest(Model):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(None, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=1)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None, BeforeValidator(_stops)
@@ -217,6 +219,7 @@ class GenerationRequest(Model):
             top_k=min(max(self.top_k or 0, 0), limits.vocab_size),
             min_p=self.min_p or 0.0,
             seed=seed,
+            n=self.n or 1,
             max_tokens=self.output_limit,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=bool(self.ignore_eos),
@@ -264,6 +267,13 @@ class TokenizeRequest(Model):
             raise RequestError("prompt: give either prompt or messages", param="prompt")
         check_messages(self.messages or [])
 
+    def prompt_args(self) -> dict[str, Any]:
+        """The arguments of a tokenizer's ``tokenize`` query."""
+        args = self.model_dump(exclude_none=True, include=set(TokenizeRequest.model_fields) - {"messages"})
+        if self.messages is not None:
+            args["messages"] = [message.plain() for message in self.messages]
+        return args
+
 
 def _any_ids(value: Any, info: ValidationInfo) -> list[int]:
     if not isinstance(value, list):
@@ -274,6 +284,20 @@ def _any_ids(value: Any, info: ValidationInfo) -> list[int]:
 class DetokenizeRequest(Model):
     model: str | None = None
     tokens: Annotated[list[int], PlainValidator(_any_ids)]
+
+
+class ExplainRequest(TokenizeRequest):
+    """A prompt as in ``/tokenize``, or its ``tokens``; ``tenant`` asks on behalf of another one."""
+
+    tokens: Annotated[list[int] | None, PlainValidator(_any_ids)] = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    tenant: str | None = None
+
+    def check(self) -> None:
+        if self.tokens is None:
+            super().check()
+        elif not (self.prompt is None and self.messages is None):
+            raise RequestError("tokens: give one of prompt, messages and tokens", param="tokens")
 
 
 def check_messages(messages: list[Message]) -> None:

@@ -1,10 +1,12 @@
-"""Answers to QUERY: metrics of all processes, and the scheduler's status."""
+"""Answers to QUERY: metrics of all processes, the scheduler's status, the block ledger, the prefix cache's reasons."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+from services.scheduler.ledger import page as block_page
+from services.scheduler.prefix_cache import pack
 from services.scheduler.scheduler import Scheduler
 from shared.peers import Peer
 from shared.wire import Query, Reply, Roster
@@ -55,6 +57,7 @@ def status(
             "preempted": load.preempted,
             "requests": len(core.streams.requests),
             "blocks_used": load.blocks_used,
+            "blocks_cached": load.blocks_cached,
             "blocks_total": load.blocks_total,
             "steps_in_flight": [step.step_id for step in core.steps],
             "last_step": core.last_step,
@@ -63,6 +66,34 @@ def status(
     return Reply(query.number, 200, body, following)
 
 
+def ledger(query: Query, core: Scheduler | None, now: float, wall: float) -> Reply:
+    if core is None:
+        return _refusal(query, 503, "no worker is ready yet", "unavailable", None)
+    body, following = block_page(core, query.cursor, now, wall)
+    return Reply(query.number, 200, body, following)
+
+
+def explain(query: Query, core: Scheduler | None) -> Reply:
+    """What the prefix cache has of ``tokens`` under ``cache_salt`` and ``tenant``, and why not more."""
+    if core is None:
+        return _refusal(query, 503, "no worker is ready yet", "unavailable", None)
+    tokens, salt, tenant = query.args.get("tokens"), query.args.get("cache_salt", ""), query.args.get("tenant", "")
+    if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+        return _refusal(query, 400, "tokens is not a list of token ids", "invalid_value", "tokens")
+    if not isinstance(salt, str) or not isinstance(tenant, str):
+        return _refusal(query, 400, "cache_salt and tenant are strings", "invalid_value", "cache_salt")
+    if len(tokens) > core.limits.max_model_len or not all(0 <= token < core.limits.vocab_size for token in tokens):
+        message = f"tokens are at most {core.limits.max_model_len} ids below {core.limits.vocab_size}"
+        return _refusal(query, 400, message, "invalid_value", "tokens")
+    if not core.limits.enable_prefix_caching:
+        return _refusal(query, 400, "prefix caching is off (--no-enable-prefix-caching)", "unsupported_value", None)
+    return Reply(query.number, 200, core.tables.cache.explain(core.salt(salt, tenant), pack(tokens)))
+
+
+def _refusal(query: Query, status: int, message: str, code: str, param: str | None) -> Reply:
+    return Reply(query.number, status, {"message": message, "code": code, "param": param})
+
+
 def unknown(query: Query) -> Reply:
-    message = f"the scheduler cannot answer {query.what!r}; it can: metrics, status"
-    return Reply(query.number, 404, {"message": message, "code": "not_found", "param": "what"})
+    message = f"the scheduler cannot answer {query.what!r}; it can: metrics, status, ledger, explain"
+    return _refusal(query, 404, message, "not_found", "what")

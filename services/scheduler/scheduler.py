@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -101,7 +101,7 @@ class Scheduler:
             tenant=message.tenant,
             timeout=message.timeout,
         )
-        salt = self._salt(message)
+        salt = self.salt(message.cache_salt, message.tenant)
         request.sequences = [Sequence(request, i, ids, Chain(salt)) for i, ids in enumerate(split_generated(message))]
         self.streams.requests[request.rid] = request
         if not len(message.generated):
@@ -175,6 +175,11 @@ class Scheduler:
         self._cancelled = {rid: at for rid, at in self._cancelled.items() if now - at < REMEMBER_CANCEL}
         return self.streams.expire(now)
 
+    def salt(self, cache_salt: str, tenant: str) -> bytes:
+        """What has to be equal, beside the tokens, for two requests to share blocks."""
+        isolated = self.limits.prefix_isolation == "tenant"
+        return encode_salt(cache_salt=cache_salt, tenant=tenant if isolated else "")
+
     def waits_for(self, sequence: Sequence) -> str:
         """Why a sequence has no slot.
 
@@ -183,6 +188,8 @@ class Scheduler:
         """
         if sequence.state is State.PREEMPTED:
             return "preempted"
+        if sequence.state is State.FORK:
+            sequence = next(one for one in sequence.request.sequences if sequence in one.forks)
         if sequence.awaits:
             return "prefix"
         if self._holdup != "turn":
@@ -190,13 +197,24 @@ class Scheduler:
         return "memory" if sequence in self._too_big else "turn"
 
     def waiting_by_reason(self) -> dict[str, int]:
-        return Counter(map(self.waits_for, [*self.waiting, *self.preempted]))
+        return Counter(map(self.waits_for, self.all_waiting()))
+
+    def all_waiting(self) -> Iterator[Sequence]:
+        """Everybody who waits for a slot: the preempted, then those never admitted, siblings one after another."""
+        yield from self.preempted
+        for leader in self.waiting:
+            yield leader
+            yield from leader.forks
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.preempted)
 
     @property
     def load(self) -> Load:
         return Load(
             running=self.rows.num_used,
-            waiting=len(self.waiting) + len(self.preempted),
+            waiting=self.num_waiting,
             preempted=len(self.preempted),
             blocks_used=self.pool.num_used,
             blocks_total=self.pool.num_usable,
@@ -315,11 +333,6 @@ class Scheduler:
             for sequence in request.sequences:
                 if sequence.finished is None:
                     self._finish(sequence, "error", message=message, code=code)
-
-    def _salt(self, message: SubmitTokens) -> bytes:
-        """What has to be equal, beside the tokens, for two requests to share blocks."""
-        tenant = message.tenant if self.limits.prefix_isolation == "tenant" else ""
-        return encode_salt(cache_salt=message.cache_salt, tenant=tenant)
 
     def _cancel_all(self, requests: Iterable[Request]) -> int:
         still_open = [request.rid for request in requests if request.done is None]

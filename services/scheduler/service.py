@@ -285,6 +285,10 @@ class SchedulerService:
             ranks = sorted(member.identity.index for member in self._ranks.members())
             clients = list(self._clients.peers)
             reply = reports.status(query, self.epoch, ranks, self._live.message(), clients, self._core)
+        elif query.what == "ledger":
+            reply = reports.ledger(query, self._core, time.monotonic(), time.time())
+        elif query.what == "explain":
+            reply = reports.explain(query, self._core)
         else:
             reply = reports.unknown(query)
         self._clients.send(peer.raw, reply)

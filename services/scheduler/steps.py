@@ -73,7 +73,7 @@ class Draft:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
-                seed=sampling.seed + sequence.index,
+                seed=(sampling.seed + sequence.index) % (1 << 63),
             )
         )
 

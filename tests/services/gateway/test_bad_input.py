@@ -56,7 +56,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "not known"),
     ({"model": 5}, "model", "string"),
     ({"frobnicate": 1}, "frobnicate", "not known"),
-    ({"n": 2}, "n", "2 is not supported"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 129}, "n", "less than or equal to 128"),
     ({"best_of": 3}, "best_of", "3 is not supported"),
     ({"echo": True}, "echo", "not supported"),
     ({"logprobs": 0}, "logprobs", "0 is not supported"),
@@ -186,7 +187,7 @@ def test_fields_without_effect_are_accepted(pipeline: Pipeline, client: httpx.Cl
 
 
 def test_bad_requests_never_reach_the_tokenizer(pipeline: Pipeline, client: httpx.Client) -> None:
-    client.post("/v1/completions", json={**TEXT, "n": 2})
+    client.post("/v1/completions", json={**TEXT, "n": 0})
     with pytest.raises(AssertionError, match="no SubmitText"):
         pipeline.tokenizer.expect(SubmitText, timeout=0.2)
 
