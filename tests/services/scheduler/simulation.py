@@ -115,6 +115,7 @@ class Simulation:
         priority: int = 0,
         tenant: str = "",
         timeout: float = 0.0,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> SubmitTokens:
         return SubmitTokens(
@@ -125,6 +126,7 @@ class Simulation:
             priority=priority,
             tenant=tenant,
             timeout=timeout,
+            cache_salt=cache_salt,
             generated=int32(generated),
             generated_counts=list(counts),
         )

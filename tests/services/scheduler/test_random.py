@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.prefix_cache import digest
 from services.scheduler.streams import RESEND_AFTER
 from tests.services.scheduler.simulation import EOS, OWNER, VOCAB, Simulation, toy_output
+
+
+def few_keys(data: bytes) -> bytes:
+    """Keys of four bits: most of them collide."""
+    return bytes([digest(data)[0] & 15])
 
 
 class Driver:
@@ -23,7 +29,11 @@ class Driver:
             max_num_seqs=rng.choice([1, 3, 8]),
             max_num_batched_tokens=rng.choice([8, 16, 64]),
             scheduling_policy=rng.choice(["fcfs", "priority", "fair"]),
+            enable_prefix_caching=rng.random() < 0.9,
+            prefix_isolation=rng.choice(["none", "tenant"]),
+            digest=rng.choice([digest, few_keys]),
         )
+        self.prompts: list[list[int]] = []
         self.expected: dict[tuple[int, int], list[int]] = {}
         self.keeps: dict[tuple[int, int], int] = {}
         self.cancelled: set[int] = set()
@@ -66,8 +76,8 @@ class Driver:
         max_tokens = rng.randint(1, max(1, min(limit - length, 40)))
         if length + max_tokens > limit:
             return
-        prompt = [rng.randrange(VOCAB) for _ in range(length)]
-        temperature, seed, n = rng.choice([0.0, 1.0, 2.0]), rng.randrange(100), rng.choice([1, 1, 1, 2])
+        prompt = self.prompt(length)
+        temperature, seed, n = rng.choice([0.0, 1.0, 2.0]), rng.randrange(100), rng.choice([1, 1, 1, 2, 4])
         if n > self.simulation.limits.max_num_seqs:
             return
         rid, self.next_rid = self.next_rid, self.next_rid + 1
@@ -83,8 +93,17 @@ class Driver:
             n=n,
             priority=rng.randint(0, 2) if self.simulation.limits.scheduling_policy == "priority" else 0,
             tenant=rng.choice("abc"),
+            cache_salt=rng.choice(["", "", "x"]),
         )
         self.expected |= {(rid, index): output for index, output in enumerate(outputs)}
+
+    def prompt(self, length: int) -> list[int]:
+        """New tokens, or an old prompt up to somewhere, gone on differently or cut short."""
+        rng = self.rng
+        old = rng.choice(self.prompts)[: rng.randint(1, length)] if self.prompts and rng.random() < 0.7 else []
+        prompt = old + [rng.randrange(VOCAB) for _ in range(0 if old and rng.random() < 0.3 else length - len(old))]
+        self.prompts = [*self.prompts[-7:], prompt]
+        return prompt
 
     def stop(self) -> None:
         """The tokenizer stops a sequence it has tokens of, after fewer than it has."""
