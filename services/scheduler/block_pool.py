@@ -12,7 +12,7 @@ from services.scheduler.free_runs import FreeRuns
 Owner = Any
 """Whoever holds a block: a sequence, or the id of a step that must be retired before the block may change (a pin)."""
 
-EVICT_AHEAD = 64  # evicts this fraction of the pool at once, so that what comes free forms runs
+EVICT_AHEAD = 16  # evicts one part in this many of the pool at once, so that what comes free forms longer runs
 
 
 class BlockState(Enum):
@@ -166,12 +166,13 @@ class BlockPool:
         assert 0 not in self._cached, "block 0 is cached"
         assert not self._kept[0], "block 0 is kept"
         free = self._free.check_invariants()
-        used = 0
+        used, nobody = 0, list[Owner]()
         for block in range(1, self.num_usable + 1):
             owners = self._owners[block]
-            wanted = uses.get(block, [])
+            wanted = uses.get(block, nobody)
             assert len(owners) == len(wanted), f"block {block} has {len(owners)} references, {len(wanted)} uses"
-            assert Counter(owners) == Counter(wanted), f"block {block} is held by {owners}, used by {wanted}"
+            if owners != wanted:
+                assert Counter(owners) == Counter(wanted), f"block {block} is held by {owners}, used by {wanted}"
             used += bool(owners)
             assert bool(owners) + (block in self._cached) + (block in free) == 1, f"block {block} is not in one state"
         assert used + len(self._cached) + len(free) == self.num_usable, "blocks are lost"
