@@ -59,7 +59,7 @@ def continuous(places: int, tokens: Sequence[int]) -> list[dict[str, Any]]:
                 break
             plan = sent.pop(0)
             output = executor.execute(plan)
-            scheduler.retire(plan.step_id, output.slots, output.ids)
+            scheduler.retire(plan.step_id, output.slots, output.ids, output.timings)
         log.close()
         return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -22,6 +22,11 @@ class SchedulerConfig:
         "who runs first: the oldest; the lowest 'priority' field; or the tenant with the least service for its weight",
         choices=("fcfs", "priority", "fair"),
     )
+    preemption_mode: str = option(
+        "recompute",
+        "how requests that lose their memory to others get it back; swap needs --swap-space, auto takes the cheaper",
+        choices=("recompute", "swap", "auto"),
+    )
     tenant_weights: list[str] = option([], "NAME=WEIGHT, shares under --scheduling-policy fair; others have 1")
     enable_prefix_caching: bool = option(True, "find the KV of prompts' beginnings in blocks computed before")
     prefix_isolation: str = option(

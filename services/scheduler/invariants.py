@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.request import State
+from services.scheduler.request import Sequence, State
 from services.scheduler.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 
 
@@ -10,14 +10,17 @@ def check(scheduler: Scheduler) -> None:
     """Raises AssertionError when blocks, tables, slots, queues and steps contradict one another."""
     requests, rows, steps, limits = scheduler.streams.requests, scheduler.rows, scheduler.steps, scheduler.limits
     sequences = [sequence for request in requests.values() for sequence in request.sequences]
-    leaving = {sequence for step in steps for sequence in step.vacated}
+    leaving = {sequence for step in steps for sequence in step.vacated} | set(scheduler.swaps.leaving)
+    scheduler.swaps.host.check_invariants([*(one.host for one in sequences), *(step.host for step in steps)])
     holders = {sequence for sequence in sequences if sequence.blocks} | leaving
     pins = [(step.step_id, step.pins) for step in steps]
     scheduler.tables.check_invariants([*((sequence, sequence.blocks) for sequence in holders), *pins])
     assert len(steps) <= MAX_STEPS_IN_FLIGHT
 
     occupants = rows.occupants()
-    by_state = {state: {s for s in sequences if s.state is state} for state in State}
+    by_state: dict[State, set[Sequence]] = {state: set() for state in State}
+    for sequence in sequences:
+        by_state[sequence.state].add(sequence)
     assert by_state[State.PREFILL] | by_state[State.DECODE] == set(occupants)
     assert by_state[State.PREFILL] == set(scheduler.prefilling)
     assert by_state[State.PREEMPTED] == set(scheduler.preempted)
@@ -33,7 +36,6 @@ def check(scheduler: Scheduler) -> None:
     for sequence in sequences:
         assert (sequence.finished is not None) == (sequence.state is State.FINISHED)
         assert bool(sequence.blocks) == (sequence.slot >= 0 or sequence in leaving), "blocks without a slot"
-        assert all(fork.state is State.FORK for fork in sequence.forks)
         assert len(sequence.output) <= sequence.request.max_tokens
     for sequence in occupants:
         slot, decoding = sequence.slot, bool(rows.decoding[sequence.slot])

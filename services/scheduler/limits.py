@@ -27,6 +27,8 @@ class Limits:
     max_num_queued_tokens: int | None = None
     max_queue_time: float = math.inf
     scheduling_policy: str = "fcfs"
+    preemption_mode: str = "recompute"
+    host_blocks: int = 0
     tenant_weights: dict[str, float] = field(default_factory=dict)
     enable_prefix_caching: bool = True
     prefix_isolation: str = "none"
@@ -45,6 +47,8 @@ class Limits:
             max_num_queued_tokens=config.max_num_queued_tokens,
             max_queue_time=math.inf if config.max_queue_time is None else config.max_queue_time,
             scheduling_policy=config.scheduling_policy,
+            preemption_mode=config.preemption_mode,
+            host_blocks=memory.host_blocks,
             tenant_weights=parse_weights(config.tenant_weights),
             enable_prefix_caching=config.enable_prefix_caching,
             prefix_isolation=config.prefix_isolation,

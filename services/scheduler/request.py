@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from services.scheduler.outbox import Outbox
 from services.scheduler.prefix_cache import Chain
 from shared.codec import Int32, no_ids
 from shared.sampling import SamplingParams
 from shared.wire import Done, Finished
+
+if TYPE_CHECKING:
+    from services.scheduler.preemption import Decision
 
 
 class State(Enum):
@@ -33,7 +37,8 @@ class Sequence:
     that one is retired they are not given back, slot or no slot. forks: siblings that wait for it to compute the
     prompt, all of whom sample from its last position. awaits: the step from which on it waits for others to compute
     what it shares with them, 0 when it does not wait.
-    passes: how often smaller ones were admitted before it because it did not fit.
+    passes: how often smaller ones were admitted before it because it did not fit. host: its table on the host, while it
+    is swapped. preempted_by: the decision that took its memory, until it decodes again.
     """
 
     request: Request
@@ -51,6 +56,8 @@ class Sequence:
     fence: int = 0
     passes: int = 0
     preemptions: int = 0
+    host: list[int] = field(default_factory=list)
+    preempted_by: Decision | None = None
     finished: Finished | None = None
 
     @property

@@ -13,8 +13,9 @@ Slots = npt.NDArray[np.int64]
 class Rows:
     """Struct of arrays over slots, so that a step's decode rows cost no Python each.
 
-    decoding: bool[slots], in every plan until vacated. length: tokens whose KV is stored once all planned steps have
-    run. capacity: tokens the block table holds. last_length: the length at which the last allowed token is sampled.
+    decoding: bool[slots], in every plan until vacated, unless paused. length: tokens whose KV is stored once all steps
+    planned have run. capacity: tokens the block table holds. last_length: the length at which the last allowed token is
+    sampled.
     forked: bool[slots], the row's last block may be another's too, which matters before it writes there.
     leaving: slots the next plan releases; they can be given to new rows of that very plan.
     """
@@ -25,6 +26,7 @@ class Rows:
         self.capacity = np.zeros(max_num_seqs, dtype=np.int64)
         self.last_length = np.zeros(max_num_seqs, dtype=np.int64)
         self.forked = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.paused = np.zeros(max_num_seqs, dtype=np.bool_)
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self.generations = [0] * max_num_seqs
         self.leaving: list[int] = []
@@ -42,7 +44,13 @@ class Rows:
         return [sequence for sequence in self.sequences if sequence is not None]
 
     def decode_slots(self) -> Slots:
-        return np.flatnonzero(self.decoding)
+        return np.flatnonzero(self.decoding & ~self.paused)
+
+    def pause(self, slots: list[int]) -> tuple[list[int], list[int]]:
+        """From now on exactly these decoding slots are paused. Returns which ones newly are, and which no more."""
+        before, self.paused = self.paused, np.zeros_like(self.paused)
+        self.paused[slots] = True
+        return np.flatnonzero(self.paused & ~before).tolist(), np.flatnonzero(before & ~self.paused).tolist()
 
     def complete(self) -> list[int]:
         """Decoding slots whose last allowed token is planned."""
@@ -71,7 +79,7 @@ class Rows:
         self.last_length[slot] = last_length
 
     def vacate(self, slot: int) -> None:
-        self.decoding[slot] = False
+        self.decoding[slot] = self.paused[slot] = False
         self.sequences[slot] = None
         self.leaving.append(slot)
         self._free.append(slot)

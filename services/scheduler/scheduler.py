@@ -10,20 +10,22 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
 from services.scheduler.limits import Limits, split_generated
+from services.scheduler.preemption import Preemption
 from services.scheduler.prefix_cache import Chain, Digest, digest, encode_salt
 from services.scheduler.request import Request, Sequence, State
 from services.scheduler.rows import Rows
 from services.scheduler.stats import Load, Stats
 from services.scheduler.steps import Draft, Step
 from services.scheduler.streams import Streams
+from services.scheduler.swaps import Swaps
 from services.scheduler.tables import Tables
 from services.scheduler.waiting import WaitingQueue
-from shared.codec import Int32, int32, no_ids
+from shared.codec import Int32, int32
 from shared.errors import QuireError, RequestError
 from shared.ids import client_of
 from shared.wire import Accept, Done, Finished, Plan, SubmitTokens
@@ -67,6 +69,8 @@ class Scheduler:
         self._arrivals = 0
         self._holdup = "turn"  # why the last plan admitted no more
         self._too_big: set[Sequence] = set()  # those it looked at that did not fit
+        self.swaps = Swaps(self.tables, min(limits.host_blocks, self.pool.num_usable))
+        self.preemption = Preemption(limits.preemption_mode)
         self._watermark = max(1, self.pool.num_usable // 100)
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -231,23 +235,28 @@ class Scheduler:
             sequence = self._occupant(slot)
             self._vacate(sequence)
             sequence.state = State.DRAIN
-        if not self._secure_decode_blocks():
-            return None
         self.pool.now = self._clock()
+        secure = self._secure_decode_blocks()
+        swapped = [sequence for sequence in self.swaps.leaving if not self._in_flight(sequence.fence)]
+        if not secure and not swapped:
+            return None
         draft = Draft()
+        draft.pause, draft.resume = self.rows.pause([] if secure else self._short_of_memory())
         decode_slots = self.rows.decode_slots()
-        self._append_blocks(draft)
-        self._copy_forked_blocks(draft)
-        self.rows.forked[decode_slots] = False
+        self._swap_out(draft, swapped)
         budget = self.limits.max_num_batched_tokens - len(decode_slots)
-        for sequence in list(self.prefilling):
-            budget -= self._compute(draft, sequence, budget)
-        budget = self._admit(draft, budget)
-        if not len(decode_slots) and not draft.has_chunks:
+        if secure:
+            self._append_blocks(draft)
+            self._copy_forked_blocks(draft)
+            for sequence in list(self.prefilling):
+                budget -= self._compute(draft, sequence, budget)
+            budget = self._admit(draft, budget)
+        self.rows.forked[decode_slots] = False
+        if not len(decode_slots) and draft.is_empty:
             return None
         return self._commit(draft, decode_slots, self.limits.max_num_batched_tokens - budget)
 
-    def retire(self, step_id: int, slots: Int32, ids: Int32) -> None:
+    def retire(self, step_id: int, slots: Int32, ids: Int32, timings: Mapping[str, float]) -> None:
         """Takes in the result of the oldest step in flight: its tokens count, and what it alone named is free."""
         if not self.steps or self.steps[0].step_id != step_id:
             raise StepError(f"worker rank 0 answered step {step_id}, which is not the oldest in flight")
@@ -256,6 +265,8 @@ class Scheduler:
         step = self.steps.popleft()
         now = self.pool.now = self._clock()
         self._publish(step)
+        self._give_back(step)
+        self._measure(step, timings)
         delivered, shares = 0, self.waiting.shares
         for sequence, token in zip(step.sequences, ids.tolist(), strict=True):
             if sequence.finished is not None:
@@ -272,7 +283,6 @@ class Scheduler:
                 shares.serve(request.tenant, output_tokens=1)
             if token in request.stop_ids or len(output) >= request.max_tokens:
                 self._end_if_over(sequence)
-        self._give_back(step)
         self.stats.cache_events(*self.tables.take_counts())
         self.stats.delivered(delivered)
         self.stats.stepped(step.tokens, now)
@@ -285,6 +295,8 @@ class Scheduler:
             self._give_back(self.steps.popleft())
         for sequence in self.rows.occupants():
             self._preempt(sequence)
+        for sequence in self.preempted:  # what the worker holds for them on the host counts as lost too
+            self._forget_swapped(sequence)
         self.tables.clear()
         for sequence in lost:
             sequence.state = State.PREEMPTED
@@ -362,8 +374,8 @@ class Scheduler:
         self._hand_over_forks(sequence)
         if sequence.slot >= 0:
             self._vacate(sequence)
+        self._forget_swapped(sequence)
         sequence.state = State.FINISHED
-        sequence.feed = no_ids()
         finished = Finished(request.rid, sequence.index, len(sequence.output), reason, stop_reason, message, code)
         self.streams.end(sequence, finished)
         if all(one.finished is not None for one in request.sequences):
@@ -385,13 +397,21 @@ class Scheduler:
             sequence.fence = self.last_step  # a decoding row is in every plan
         self.rows.vacate(sequence.slot)
         sequence.slot = -1
+        if not sequence.host:  # else its blocks are still to be swapped out
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
         if self._in_flight(sequence.fence):
-            self.steps[sequence.fence - self.steps[0].step_id].vacated.append(sequence)
+            self._step(sequence.fence).vacated.append(sequence)
         else:
             self.tables.release(sequence)
 
+    def _step(self, step_id: int) -> Step:
+        return self.steps[step_id - self.steps[0].step_id]
+
     def _give_back(self, step: Step) -> None:
         """A step is not in flight any more: what it was the last to name is given back."""
+        self.swaps.host.release(step.host)
         self.pool.release(step.pins, step.step_id)  # before the tables: a source is evicted before its parents
         for sequence in step.vacated:
             self.tables.release(sequence)
@@ -420,14 +440,27 @@ class Scheduler:
             self.waiting.add(heir)
 
     def _in_flight(self, step_id: int) -> bool:
-        return bool(self.steps) and step_id >= self.steps[0].step_id
+        """Whether that step, or the one that is being planned, is not retired yet."""
+        return step_id > self.last_step or (bool(self.steps) and step_id >= self.steps[0].step_id)
+
+    def _preempt_group(self) -> None:
+        """The next victims lose their memory, or take it to the host."""
+        group = self.preemption.victims(self.rows.occupants())
+        for sequence in group:
+            decoding = sequence.state is State.DECODE
+            sequence.cached = int(self.rows.length[sequence.slot]) if decoding else sequence.computed
+        size, host_free = self.limits.block_size, self.swaps.host.num_free
+        decision = self.preemption.decide(group, size, self.last_step + 1, host_free)
+        if decision.mode == "swap":
+            self.swaps.start(group)
+        for sequence in group:
+            self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's memory, never its tokens: one in flight still counts when it arrives."""
         self._leave_queues(sequence)
         self._vacate(sequence)
         sequence.state = State.PREEMPTED
-        sequence.feed = no_ids()
         sequence.preemptions += 1
         insort(self.preempted, sequence, key=_return_key)
         self.stats.preempted()
@@ -438,10 +471,72 @@ class Scheduler:
         False: blocks are on their way back from steps in flight, which is cheaper to wait for than another victim.
         """
         while len(self.rows.needing_block()) + self._copies_needed() > self.pool.num_available:
-            if any(step.gives_back for step in self.steps):
+            if self.swaps.leaving or any(step.gives_back for step in self.steps):
                 return False
-            self._preempt(max(self.rows.occupants(), key=lambda sequence: sequence.victim_key))
+            self._preempt_group()
         return True
+
+    def _short_of_memory(self) -> list[int]:
+        """Decoding slots that need a block for their next token; they pause while victims are swapped out for them."""
+        return [*self.rows.needing_block(), *self.rows.writing_to_forked()]
+
+    def _swap_out(self, draft: Draft, sequences: list[Sequence]) -> None:
+        draft.swapped, draft.swap_out = sequences, self.swaps.take_out(sequences)
+        for sequence in sequences:
+            sequence.fence = self.last_step + 1
+        for decision in {id(one): one for sequence in sequences if (one := sequence.preempted_by)}.values():
+            draft.efforts.append((decision, "swap_out", decision.blocks))
+
+    def _forget_swapped(self, sequence: Sequence) -> None:
+        """Whatever a sequence has on the host, or on the way there, is of no use any more."""
+        if sequence in self.swaps.leaving:
+            self._release(sequence)
+            self.swaps.host.release(self.swaps.forget(sequence))
+        elif self._in_flight(sequence.fence):
+            self._step(sequence.fence).host.extend(self.swaps.forget(sequence))
+        else:
+            self.swaps.host.release(self.swaps.forget(sequence))
+
+    def _bring_back(self, draft: Draft, first: Sequence, budget: int) -> int | None:
+        """Admits the swapped group of ``first``, all of it or nothing (None); returns how many tokens it computes."""
+        group = [sequence for sequence in self.preempted if sequence.host and sequence.request is first.request]
+        rows = sum(1 + len(sequence.forks) for sequence in group)
+        if rows > min(self.rows.num_free, budget) or any(self._in_flight(sequence.fence) for sequence in group):
+            return None
+        for sequence in group:
+            sequence.feed = np.concatenate([sequence.request.prompt, int32(sequence.output)])
+        moves = self.swaps.bring_back(group, slack=self._watermark if self.rows.num_used else 0)
+        if moves is None:
+            if not self.pool.num_used:  # it never fits as a whole, but its sequences do one after another
+                for sequence in group:
+                    self._forget_swapped(sequence)
+            return None
+        draft.swap_in += moves
+        if first.preempted_by is not None:
+            draft.efforts.append((first.preempted_by, "swap_in", len(moves)))
+        left = budget
+        for sequence in group:
+            draft.host += self.swaps.forget(sequence)
+            sequence.computed = sequence.cached
+            left -= self._enter(draft, sequence, left)
+        return budget - left
+
+    def _enter(self, draft: Draft, sequence: Sequence, budget: int) -> int:
+        """Gives a sequence that has its table a slot, and plans its first chunk; returns the chunk's length."""
+        self._leave_queues(sequence)
+        sequence.state = State.PREFILL
+        sequence.slot = self.rows.occupy(sequence)
+        sequence.fence = self.last_step + 1
+        self.prefilling.append(sequence)
+        draft.new_row(sequence, self.rows.generations[sequence.slot], sequence.cached)
+        return self._compute(draft, sequence, budget, new=True)
+
+    def _measure(self, step: Step, timings: Mapping[str, float]) -> None:
+        """What a step took: for the costs to predict from, and for the preemptions that it carries out."""
+        amounts = {"forward": step.tokens, **step.moved}
+        self.preemption.costs.observe(timings, amounts, prompt_tokens=step.tokens - len(step.lengths))
+        for decision, part, amount in step.efforts:
+            decision.measured += timings.get(part, 0.0) * amount / max(amounts.get(part, 0), 1)
 
     def _append_blocks(self, draft: Draft) -> None:
         for slot in self.rows.needing_block():
@@ -473,6 +568,8 @@ class Scheduler:
         room = (len(sequence.blocks) + self.pool.num_available) * size - start
         count = min(budget, room, total - start)
         if count <= 0:
+            if new:
+                draft.table(sequence.slot, sequence.blocks)
             return 0
         end = start + count
         missing = self.limits.blocks_for(end) - len(sequence.blocks)
@@ -482,6 +579,8 @@ class Scheduler:
             draft.table(sequence.slot, sequence.blocks)
         sequence.computed = end
         sequence.fence = self.last_step + 1
+        if sequence.preempted_by is not None:
+            draft.efforts.append((sequence.preempted_by, "forward", count))
         if end == total:
             self.prefilling.remove(sequence)
             samples = self._start_decoding(draft, sequence, start)
@@ -506,6 +605,7 @@ class Scheduler:
         leader.forks = []
         for sequence in group:
             sequence.state = State.DECODE
+            sequence.preempted_by = None
             self.rows.capacity[sequence.slot] = len(sequence.blocks) * self.limits.block_size
             self.rows.start_decoding(sequence.slot, total, len(request.prompt) + request.max_tokens - 1)
             self.rows.forked[sequence.slot] = len(group) > 1
@@ -520,10 +620,16 @@ class Scheduler:
         """
         self._too_big.clear()
         while budget > 0 and not self.prefilling and self.rows.num_free:
+            if self.preempted and self.preempted[0].host:
+                computed = self._bring_back(draft, self.preempted[0], budget)
+                if computed is not None:
+                    budget -= computed
+                elif self.preempted[0].host:
+                    break
+                continue
             sequence = self._next_to_admit(draft)
             if sequence is None:
                 break
-            self._leave_queues(sequence)
             request = sequence.request
             if request.scheduled is None:
                 request.scheduled = self._clock()
@@ -532,11 +638,7 @@ class Scheduler:
                     self.waiting.shares.serve(request.tenant, prompt_tokens=len(request.prompt))
                 request.cached_tokens = min(sequence.computed, len(request.prompt))
                 self.stats.looked_up(len(sequence.feed), sequence.computed)
-            sequence.state = State.PREFILL
-            sequence.slot = self.rows.occupy(sequence)
-            self.prefilling.append(sequence)
-            draft.new_row(sequence, self.rows.generations[sequence.slot], sequence.cached)
-            budget -= self._compute(draft, sequence, budget, new=True)
+            budget -= self._enter(draft, sequence, budget)
         self._holdup = (
             "budget" if budget <= 0 else "memory" if self.prefilling else "turn" if self.rows.num_free else "slots"
         )
@@ -597,6 +699,10 @@ class Scheduler:
                 pins=draft.pins,
                 tokens=tokens,
                 sent=self.pool.now,
+                moved={"swap_out": len(draft.swap_out), "swap_in": len(draft.swap_in)},
+                efforts=draft.efforts,
+                host=draft.host,
+                vacated=draft.swapped,
             )
         )
         release = self.rows.take_leaving()

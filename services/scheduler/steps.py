@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.scheduler.preemption import Decision
 from services.scheduler.request import Sequence
 from services.scheduler.rows import Slots
 from shared.codec import Int32, int32, no_ids
 from shared.wire import NewRow, Plan
+
+Effort = tuple[Decision, str, int]
+"""A preemption, a part of the timings of a step that is its doing, and the share of that in blocks or tokens."""
 
 
 @dataclass(slots=True)
@@ -20,6 +24,8 @@ class Step:
     lengths: of the decode rows, which come first: tokens whose KV is stored when the step has run. chunks: sequences
     that had a chunk, and the same of them. pins: blocks the step copies from, which it holds itself. vacated: sequences
     that have ended or were preempted since, whose blocks this is the last step to name. tokens: how many it computes.
+    moved: blocks swapped, by the timing's name. efforts: what of it preemptions cost. host: host blocks that this is
+    the last step to name.
     """
 
     step_id: int
@@ -30,6 +36,9 @@ class Step:
     pins: list[int]
     tokens: int
     sent: float
+    moved: dict[str, int] = field(default_factory=dict)
+    efforts: list[Effort] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
     vacated: list[Sequence] = field(default_factory=list)
 
     @property
@@ -57,10 +66,18 @@ class Draft:
         self._append_blocks: list[int] = []
         self._tokens: list[Int32] = []
         self._copies: list[int] = []
+        self.swap_out: list[tuple[int, int]] = []  # (block, host block)
+        self.swap_in: list[tuple[int, int]] = []  # (host block, block)
+        self.swapped: list[Sequence] = []  # whose blocks are swapped out
+        self.efforts: list[Effort] = []
+        self.host: list[int] = []  # host blocks that are of no use after this step
+        self.pause: list[int] = []
+        self.resume: list[int] = []
 
     @property
-    def has_chunks(self) -> bool:
-        return bool(self._chunk_slots)
+    def is_empty(self) -> bool:
+        """Whether, decode rows apart, there is nothing to do."""
+        return not (self._chunk_slots or self.swap_out)
 
     def new_row(self, sequence: Sequence, generation: int, length: int) -> None:
         sampling = sequence.request.sampling
@@ -117,14 +134,14 @@ class Draft:
             chunk_samples=self._chunk_samples,
             table_slots=self._table_slots,
             table_lens=self._table_lens,
-            pause=[],
-            resume=[],
+            pause=self.pause,
+            resume=self.resume,
             release=release,
             tokens=np.concatenate(self._tokens) if self._tokens else no_ids(),
             table_blocks=int32(self._table_blocks),
             append_slots=int32(self._append_slots),
             append_blocks=int32(self._append_blocks),
-            swap_out=no_ids(),
-            swap_in=no_ids(),
+            swap_out=int32([number for pair in self.swap_out for number in pair]),
+            swap_in=int32([number for pair in self.swap_in for number in pair]),
             copies=int32(self._copies),
         )

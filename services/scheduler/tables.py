@@ -11,6 +11,7 @@ from services.scheduler.block_pool import BlockPool
 from services.scheduler.limits import Limits
 from services.scheduler.prefix_cache import Digest, Match, PrefixCache, digest, pack
 from services.scheduler.request import Sequence
+from shared.codec import no_ids
 
 NOTHING = Match([])
 
@@ -22,7 +23,7 @@ class Tables:
         self.cache = PrefixCache(limits.num_blocks, limits.block_size, digest)
         self.pool = BlockPool(limits.num_blocks, self.cache.evicted)
         self._enabled = limits.enable_prefix_caching
-        self._block_size = limits.block_size
+        self.block_size = limits.block_size
         self._writers: dict[bytes, Sequence] = {}  # keys of blocks not published yet → who computes them
 
     # ---- the prefix cache ------------------------------------------------------------------------------------------
@@ -40,7 +41,7 @@ class Tables:
     def is_being_written(self, sequence: Sequence, match: Match) -> bool:
         """Whether another sequence computes the block after ``match`` right now, for the same tokens and salt."""
         index = len(match.entries)
-        keys, end = sequence.chain.keys, (index + 1) * self._block_size
+        keys, end = sequence.chain.keys, (index + 1) * self.block_size
         if not self._enabled or index >= len(keys) or end >= len(sequence.feed):
             return False
         writer = self._writers.get(keys[index])
@@ -57,12 +58,12 @@ class Tables:
         does not fit while ``slack`` blocks stay available.
         """
         pool, hits = self.pool, [entry.block for entry in match.entries]
-        missing = -(-len(sequence.feed) // self._block_size) - len(hits)
+        missing = -(-len(sequence.feed) // self.block_size) - len(hits)
         pool.share(hits, sequence)
         if missing > pool.num_available - slack:
             pool.release(hits, sequence)
             return None
-        cached, source = len(hits) * self._block_size, 0
+        cached, source = len(hits) * self.block_size, 0
         if match.source is not None:
             pool.share([match.source.block], step_id)
             if missing <= pool.num_available - slack:
@@ -79,7 +80,7 @@ class Tables:
 
     def publish(self, sequence: Sequence, length: int) -> None:
         """The KV of the sequence's first ``length`` tokens is written: others may find its full blocks now."""
-        chain, size, blocks = sequence.chain, self._block_size, sequence.blocks
+        chain, size, blocks = sequence.chain, self.block_size, sequence.blocks
         full = min(length, sequence.num_tokens) // size
         while len(chain.entries) < full and not chain.ended:
             index = len(chain.entries)
@@ -140,6 +141,7 @@ class Tables:
         blocks, sequence.blocks = sequence.blocks, []
         self.pool.release(blocks, sequence)
         sequence.chain.reset()
+        sequence.feed = no_ids()
 
     def check_invariants(self, holdings: Iterable[tuple[object, list[int]]]) -> None:
         """Raises AssertionError when pool, cache and the tables in ``holdings`` contradict one another."""

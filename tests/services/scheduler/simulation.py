@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from services.scheduler.invariants import check
@@ -81,6 +82,7 @@ class Simulation:
             limits, Stats(limits), scheduler_epoch=1, worker_epoch=2, clock=lambda: self.now, digest=digest
         )
         self.executor = self.new_executor()
+        self.timings: Callable[[Plan], dict[str, float]] | None = None  # instead of the executor's
         self.plans: list[Plan] = []
         self.sent: deque[Plan] = deque()
         self.executed: deque[tuple[int, StepOutput]] = deque()
@@ -89,6 +91,7 @@ class Simulation:
         self.done: dict[int, Done] = {}
         self._tables: dict[int, list[int]] = {}
         self._decoding: set[int] = set()
+        self._paused: set[int] = set()
         self._named: dict[int, set[int]] = {}  # step in flight → blocks it names
         self._stores: dict[int, set[int]] = {}  # step in flight → blocks it stores to
         self._lengths: dict[int, int] = {}  # tokens of each slot
@@ -96,6 +99,7 @@ class Simulation:
     def new_executor(self) -> NullExecutor:
         return NullExecutor(
             num_blocks=self.limits.num_blocks,
+            host_blocks=self.limits.host_blocks,
             block_size=self.limits.block_size,
             max_model_len=self.limits.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
@@ -169,7 +173,10 @@ class Simulation:
         """The worker runs its next plan."""
         if self.sent:
             plan = self.sent.popleft()
-            self.executed.append((plan.step_id, self.executor.execute(plan)))
+            output = self.executor.execute(plan)
+            if self.timings is not None:
+                output = replace(output, timings=self.timings(plan))
+            self.executed.append((plan.step_id, output))
             return True
         return False
 
@@ -178,7 +185,7 @@ class Simulation:
         if self.executed:
             step_id, output = self.executed.popleft()
             del self._named[step_id], self._stores[step_id]
-            self.scheduler.retire(step_id, output.slots, output.ids)
+            self.scheduler.retire(step_id, output.slots, output.ids, output.timings)
             self.check()
             return True
         return False
@@ -247,6 +254,7 @@ class Simulation:
         assert not scheduler.steps
         assert scheduler.pool.num_used == 0
         assert scheduler.rows.num_used == 0
+        assert scheduler.swaps.host.num_used == 0
         assert not self._named
 
     def _note_named(self, plan: Plan) -> None:
@@ -254,11 +262,18 @@ class Simulation:
         if plan.full:
             self._tables.clear()
             self._decoding.clear()
+            self._paused.clear()
             self._lengths.clear()
         for slot in plan.release:
             del self._tables[slot]
             self._decoding.discard(slot)
-        decoding = set(self._decoding)
+            self._paused.discard(slot)
+        self._paused = (self._paused | set(plan.pause)) - set(plan.resume)
+        decoding = self._decoding - self._paused
+        moved = set(plan.swap_out[::2].tolist())
+        written = set().union(*self._stores.values())  # others may well read what they share with it
+        assert not moved & written, "swapped out while a step in flight writes it"
+        moved.update(plan.swap_in[1::2].tolist())
         start = 0
         for slot, count in zip(plan.table_slots, plan.table_lens, strict=True):
             self._tables[slot] = plan.table_blocks[start : start + count].tolist()
@@ -269,7 +284,7 @@ class Simulation:
         self._lengths |= {row.slot: row.length for row in plan.new_rows}
         pending = set().union(*self._stores.values())
         copies = plan.copies.reshape(-1, 2).tolist()
-        copied = {destination for _, destination in copies}
+        copied = {destination for _, destination in copies} | set(plan.swap_in[1::2].tolist())
         for row in plan.new_rows:
             if row.slot in plan.chunk_slots:  # a fork reads what its sibling stores in this very step
                 held = set(self._tables[row.slot][: -(-row.length // size)])
@@ -290,4 +305,4 @@ class Simulation:
         self._decoding.update(slot for samples in plan.chunk_samples for slot in samples)
         active = decoding | set(plan.chunk_slots)
         named = {block for slot in active for block in self._tables[slot]}
-        self._named[plan.step_id] = named | {block for pair in copies for block in pair}
+        self._named[plan.step_id] = named | moved | {block for pair in copies for block in pair}

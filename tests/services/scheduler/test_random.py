@@ -12,6 +12,10 @@ from services.scheduler.prefix_cache import digest
 from services.scheduler.streams import RESEND_AFTER
 from tests.services.scheduler.simulation import EOS, OWNER, VOCAB, Simulation, toy_output
 
+OPERATIONS = 300_000
+RUN = 500  # operations of one driver, before everything is drained and compared
+MOST_OPEN = 12  # requests at a time, so that checking them all after every operation stays cheap
+
 
 def few_keys(data: bytes) -> bytes:
     """Keys of four bits: most of them collide."""
@@ -29,11 +33,14 @@ class Driver:
             max_num_seqs=rng.choice([1, 3, 8]),
             max_num_batched_tokens=rng.choice([8, 16, 64]),
             scheduling_policy=rng.choice(["fcfs", "priority", "fair"]),
+            preemption_mode=rng.choice(["recompute", "swap", "auto"]),
+            host_blocks=rng.choice([0, 4, 30]),
             enable_prefix_caching=rng.random() < 0.9,
             prefix_isolation=rng.choice(["none", "tenant"]),
             digest=rng.choice([digest, few_keys]),
         )
         self.prompts: list[list[int]] = []
+        self.salted: dict[int, tuple[tuple[str, str], list[int]]] = {}  # by rid: what must be equal to share; prompt
         self.expected: dict[tuple[int, int], list[int]] = {}
         self.keeps: dict[tuple[int, int], int] = {}
         self.cancelled: set[int] = set()
@@ -42,8 +49,8 @@ class Driver:
     def step(self) -> None:
         simulation, rng = self.simulation, self.rng
         match rng.choices(
-            ["plan", "execute", "retire", "submit", "cancel", "stop", "receive", "resume", "restart"],
-            [30, 30, 30, 14, 2, 2, 8, 1, 0.3],
+            ["plan", "execute", "retire", "submit", "cancel", "stop", "receive", "resume", "wait", "restart"],
+            [30, 30, 30, 14, 2, 2, 8, 1, 2, 0.3],
         )[0]:
             case "plan":
                 simulation.plan()
@@ -67,11 +74,16 @@ class Driver:
                 rid = rng.choice([*simulation.scheduler.streams.requests, 0])
                 if rid:
                     simulation.scheduler.streams.resume(OWNER, rid, 0, rng.randint(0, 3))
+            case "wait":
+                simulation.now += RESEND_AFTER
+                simulation.scheduler.expire()
             case "restart":
                 simulation.restart()
 
     def submit(self) -> None:
         rng, limit = self.rng, self.simulation.limits.max_model_len
+        if len(self.simulation.scheduler.streams.requests) >= MOST_OPEN:
+            return
         length = rng.randint(1, max(1, min(limit - 1, 40)))
         max_tokens = rng.randint(1, max(1, min(limit - length, 40)))
         if length + max_tokens > limit:
@@ -83,6 +95,9 @@ class Driver:
         rid, self.next_rid = self.next_rid, self.next_rid + 1
         outputs = [toy_output(prompt, max_tokens, temperature, seed + index) for index in range(n)]
         generated = [output[: rng.randint(0, len(output))] for output in outputs] if rng.random() < 0.2 else None
+        tenant, cache_salt = rng.choice("abc"), rng.choice(["", "", "x"])
+        isolated = self.simulation.limits.prefix_isolation == "tenant"
+        self.salted[rid] = ((cache_salt, tenant if isolated else ""), prompt)
         self.simulation.submit(
             rid,
             prompt,
@@ -92,8 +107,8 @@ class Driver:
             seed=seed,
             n=n,
             priority=rng.randint(0, 2) if self.simulation.limits.scheduling_policy == "priority" else 0,
-            tenant=rng.choice("abc"),
-            cache_salt=rng.choice(["", "", "x"]),
+            tenant=tenant,
+            cache_salt=cache_salt,
         )
         self.expected |= {(rid, index): output for index, output in enumerate(outputs)}
 
@@ -134,20 +149,43 @@ class Driver:
                 assert finished.reason == ("stop" if expected[-1] == EOS else "length")
             assert output[: finished.tokens] == expected
             assert finished.tokens == len(expected)
+        self.check_cached()
+
+    def check_cached(self) -> None:
+        """No request had more of its prompt cached than it shares with what others under its salt computed."""
+        for rid, done in self.simulation.done.items():
+            salt, prompt = self.salted[rid]
+            shared = [
+                _common(prompt, other + self.expected[key, index])
+                for key, (other_salt, other) in self.salted.items()
+                if other_salt == salt and key != rid
+                for index in range(4)
+                if (key, index) in self.expected
+            ]
+            assert done.cached_tokens <= max(shared, default=0), f"request {rid} hit what was not there for it"
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_long_random_run(seed: int) -> None:
-    driver = Driver(random.Random(seed))
-    for _ in range(1500):
-        driver.step()
-    driver.finish()
+def _common(some: list[int], others: list[int]) -> int:
+    """How many tokens at the start of both are equal."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(1, 120))
-def test_short_random_runs(rng: random.Random, steps: int) -> None:
+def run(rng: random.Random, operations: int) -> None:
     driver = Driver(rng)
-    for _ in range(steps):
+    for _ in range(operations):
         driver.step()
     driver.finish()
+
+
+@pytest.mark.parametrize("start", range(0, OPERATIONS, OPERATIONS // 20))
+def test_random_operations_by_a_seeded_driver(start: int) -> None:
+    for seed in range(start, start + OPERATIONS // 20, RUN):
+        run(random.Random(seed), RUN)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(40, 100))
+def test_random_operations_by_hypothesis(rng: random.Random, operations: int) -> None:
+    """5,000 operations and more, shrunk to the fewest that fail."""
+    run(rng, operations)
