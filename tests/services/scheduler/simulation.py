@@ -12,7 +12,7 @@ from services.scheduler.limits import Limits
 from services.scheduler.prefix_cache import Digest, digest
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.stats import Stats
-from services.worker.executor import StepOutput
+from services.worker.executor import Executor, StepOutput
 from services.worker.null import BASE, NullExecutor
 from shared.codec import int32
 from shared.sampling import SamplingParams
@@ -61,6 +61,7 @@ class Simulation:
         max_num_batched_tokens: int = 64,
         max_num_queued_reqs: int = 1000,
         max_model_len: int = 2048,
+        vocab_size: int = VOCAB,
         digest: Digest = digest,
         **policy: Any,
     ) -> None:
@@ -69,7 +70,7 @@ class Simulation:
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=min(max_model_len, (num_blocks - 1) * block_size),
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             eos_ids=frozenset([EOS]),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -96,14 +97,14 @@ class Simulation:
         self._stores: dict[int, set[int]] = {}  # step in flight → blocks it stores to
         self._lengths: dict[int, int] = {}  # tokens of each slot
 
-    def new_executor(self) -> NullExecutor:
+    def new_executor(self) -> Executor:
         return NullExecutor(
             num_blocks=self.limits.num_blocks,
             host_blocks=self.limits.host_blocks,
             block_size=self.limits.block_size,
             max_model_len=self.limits.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
-            vocab_size=VOCAB,
+            vocab_size=self.limits.vocab_size,
             eos_ids=[EOS],
             verify=True,
         )
