@@ -36,7 +36,8 @@ class Sequence:
     these had their KV at admission. computed: how many are planned. fence: the last step that names its blocks; until
     that one is retired they are not given back, slot or no slot. forks: siblings that wait for it to compute the
     prompt, all of whom sample from its last position. awaits: the step from which on it waits for others to compute
-    what it shares with them, 0 when it does not wait.
+    what it shares with them, 0 when it does not wait; awaited: the key of that block. missing: how many blocks it
+    lacked when it was looked up last and did not fit.
     passes: how often smaller ones were admitted before it because it did not fit. host: its table on the host, while it
     is swapped. preempted_by: the decision that took its memory, until it decodes again.
     """
@@ -53,6 +54,8 @@ class Sequence:
     computed: int = 0
     forks: list[Sequence] = field(default_factory=list)
     awaits: int = 0
+    awaited: bytes = b""
+    missing: int = 0
     fence: int = 0
     passes: int = 0
     preemptions: int = 0

@@ -31,6 +31,7 @@ from shared.ids import client_of
 from shared.wire import Accept, Done, Finished, Plan, SubmitTokens
 
 MAX_STEPS_IN_FLIGHT = 2
+LOOK_UP_AGAIN = 8  # plans after which a prompt that did not fit is looked up again: it may have more hits by now
 AWAIT_STEPS = 256  # plans in which a sequence waits for another to compute what they share, at most
 REMEMBER_CANCEL = 10.0  # seconds an unknown rid's CANCEL keeps its SUBMIT from running
 
@@ -665,15 +666,19 @@ class Scheduler:
         """
         if self.rows.num_free <= len(sequence.forks):
             return False
+        step_id, slack = self.last_step + 1, self._watermark if self.rows.num_used else 0
+        patient = not sequence.awaits or step_id - sequence.awaits < AWAIT_STEPS
+        if sequence.awaits and patient and self.tables.is_key_being_written(sequence):
+            return False
+        if sequence.missing > self.pool.num_available - slack and self.steps and step_id % LOOK_UP_AGAIN:
+            return False
         if len(sequence.feed) != sequence.num_tokens:
             sequence.feed = np.concatenate([sequence.request.prompt, int32(sequence.output)])
         match = self.tables.look_up(sequence)
-        if self.tables.is_being_written(sequence, match):
-            sequence.awaits = sequence.awaits or self.last_step + 1
-            if self.last_step + 1 - sequence.awaits < AWAIT_STEPS:
-                return False
-        slack = self._watermark if self.rows.num_used else 0
-        adopted = self.tables.adopt(sequence, match, slack=slack, step_id=self.last_step + 1)
+        if patient and self.tables.is_being_written(sequence, match):
+            sequence.awaits = sequence.awaits or step_id
+            return False
+        adopted = self.tables.adopt(sequence, match, slack=slack, step_id=step_id)
         if adopted is None:
             return False
         sequence.cached, source = adopted

@@ -47,7 +47,12 @@ class Tables:
         writer = self._writers.get(keys[index])
         if writer is None or writer is sequence or writer.chain.salt != sequence.chain.salt:
             return False
+        sequence.awaited = keys[index]
         return np.array_equal(writer.feed[:end], sequence.feed[:end])
+
+    def is_key_being_written(self, sequence: Sequence) -> bool:
+        """Whether what the sequence was found to wait for is still under way."""
+        return sequence.awaited in self._writers
 
     def adopt(self, sequence: Sequence, match: Match, *, slack: int, step_id: int) -> tuple[int, int] | None:
         """Starts the table of a sequence with what is cached, if the blocks that are still missing are available.
@@ -62,7 +67,9 @@ class Tables:
         pool.share(hits, sequence)
         if missing > pool.num_available - slack:
             pool.release(hits, sequence)
+            sequence.missing = missing
             return None
+        sequence.missing = 0
         cached, source = len(hits) * self.block_size, 0
         if match.source is not None:
             pool.share([match.source.block], step_id)
