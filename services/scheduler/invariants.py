@@ -6,6 +6,25 @@ from services.scheduler.request import Sequence, State
 from services.scheduler.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 
 
+class Audit:
+    """Checks a scheduler that has become idle, once after each time that it worked. Reports, and changes nothing."""
+
+    def __init__(self) -> None:
+        self._checked = 0  # the last step before the last check
+
+    def __call__(self, scheduler: Scheduler) -> str:
+        """What is wrong, empty when all is right or when it is not the time to look."""
+        busy = scheduler.steps or scheduler.rows.num_used or scheduler.num_waiting
+        if busy or scheduler.last_step == self._checked:
+            return ""
+        self._checked = scheduler.last_step
+        try:
+            check(scheduler)
+        except AssertionError as error:
+            return str(error) or "an invariant does not hold"
+        return ""
+
+
 def check(scheduler: Scheduler) -> None:
     """Raises AssertionError when blocks, tables, slots, queues and steps contradict one another."""
     requests, rows, steps, limits = scheduler.streams.requests, scheduler.rows, scheduler.steps, scheduler.limits

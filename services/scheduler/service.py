@@ -12,6 +12,7 @@ import zmq
 
 from services.scheduler import reports
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.invariants import Audit
 from services.scheduler.limits import Limits
 from services.scheduler.plan_log import PlanLog
 from services.scheduler.port import Port, Traffic
@@ -97,6 +98,7 @@ class SchedulerService:
         self._memory: Memory | None = None
         self._core: Scheduler | None = None  # from the moment all ranks are there
         self._step_began = 0.0  # when the oldest step in flight became the one the workers run
+        self._audit = Audit()
         self._ended: int | None = None
         log.info("listening on %s and %s", clients_address, workers_address)
 
@@ -176,6 +178,9 @@ class SchedulerService:
             step_id = core.steps[0].step_id
             ranks = ", ".join(map(str, self._ranks.missing(step_id)))
             self._end(f"worker rank {ranks} gave no result for step {step_id} in {now - self._step_began:.0f} s", 1)
+        if problem := self._audit(core):
+            log.error("the memory's books are wrong (please report this): %s", problem)
+            core.stats.audit_failed()
         if not self._config.disable_log_stats and (line := core.stats.line(core.load, now)):
             log.info(line)
 

@@ -58,6 +58,7 @@ class Stats:
         self._prefix_hits = r.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
         self._collisions = r.counter("quire:prefix_cache_collisions", "Look-ups whose key was another content's.")
         self._evictions = r.counter("quire:prefix_cache_evictions", "Cached blocks given to others.")
+        self._audits = r.counter("quire:memory_audit_failures", "Times an idle scheduler's books were found wrong.")
         self._copies = r.counter("quire:block_copies", "Blocks copied, by reason.", ["reason"])
         self._blocks = r.gauge("quire:kv_blocks", "Usable blocks by state.", ["state"])
         self._generation = r.counter("vllm:generation_tokens", "Output tokens delivered.")
@@ -113,6 +114,9 @@ class Stats:
             self._collisions.inc(collisions)
         if evictions:
             self._evictions.inc(evictions)
+
+    def audit_failed(self) -> None:
+        self._audits.inc()
 
     def copied(self, reason: str) -> None:
         self._copies.inc(1.0, (reason,))
