@@ -54,7 +54,10 @@ def check(scheduler: Scheduler) -> None:
 
     for sequence in sequences:
         assert (sequence.finished is not None) == (sequence.state is State.FINISHED)
-        assert bool(sequence.blocks) == (sequence.slot >= 0 or sequence in leaving), "blocks without a slot"
+        if sequence.state is State.BEAM:
+            assert sequence.slot < 0, "a beam keeps its slot"
+        else:
+            assert bool(sequence.blocks) == (sequence.slot >= 0 or sequence in leaving), "blocks without a slot"
         assert len(sequence.output) <= sequence.request.max_tokens
     for sequence in occupants:
         slot, decoding = sequence.slot, bool(rows.decoding[sequence.slot])

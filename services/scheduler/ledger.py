@@ -43,6 +43,29 @@ def page(scheduler: Scheduler, cursor: int, now: float, wall: float) -> tuple[di
     return body, following if following - first_waiting < scheduler.num_waiting else 0
 
 
+def filled_slots(scheduler: Scheduler) -> int:
+    """Token slots in use that hold a token, or will once the steps in flight have run; a shared one counts once."""
+    size, pool = scheduler.limits.block_size, scheduler.pool
+    filled: dict[int, int] = {}  # of each table's last block, the only one that may not be full
+    leaving = [sequence for step in scheduler.steps for sequence in step.vacated]
+    for sequence in (*scheduler.rows.occupants(), *leaving):
+        if sequence.blocks:
+            last = len(sequence.blocks) - 1
+            most = filled.get(sequence.blocks[last], 0)
+            filled[sequence.blocks[last]] = max(most, _filled(scheduler, sequence, last))
+    return (pool.num_used - len(filled)) * size + sum(filled.values())
+
+
+def _filled(scheduler: Scheduler, sequence: Sequence, index: int) -> int:
+    """How many slots of a block of its table a sequence has filled."""
+    size, slot = scheduler.limits.block_size, sequence.slot
+    if slot < 0:
+        length = sequence.num_tokens
+    else:
+        length = int(scheduler.rows.length[slot]) if scheduler.rows.decoding[slot] else sequence.computed
+    return min(max(length - index * size, 0), size)
+
+
 def _block(scheduler: Scheduler, block: int, offset: float) -> dict[str, Any]:
     pool, cache = scheduler.pool, scheduler.tables.cache
     state, entry = pool.state(block), cache.entry_of(block)
@@ -54,6 +77,10 @@ def _block(scheduler: Scheduler, block: int, offset: float) -> dict[str, Any]:
         "owners": [_owner(owner) for owner in pool.owners(block)],
         "key": None if entry is None else entry.key.hex(),
     }
+    if state is BlockState.USED:
+        owners = [owner for owner in pool.owners(block) if type(owner) is not int]
+        fills = (_filled(scheduler, owner, owner.blocks.index(block)) for owner in owners)
+        row["filled"] = scheduler.limits.block_size if entry is not None else max(fills, default=0)
     if state is not BlockState.FREE and entry is not None and entry.parent is not None:
         row["parent"] = entry.parent.block
     return row

@@ -75,6 +75,24 @@ class Limits:
                 )
         if not 1 <= sampling.n <= self.max_num_seqs:
             raise RequestError(f"n is {sampling.n}, outside 1..{self.max_num_seqs}", code="invalid_value", param="n")
+        if sampling.best_of and not sampling.n <= sampling.best_of <= self.max_num_seqs:
+            raise RequestError(
+                f"best_of is {sampling.best_of}, outside n..{self.max_num_seqs} (n is {sampling.n})",
+                code="invalid_value",
+                param="best_of",
+            )
+        if sampling.early_stopping not in ("true", "false", "never"):
+            raise RequestError(
+                f"early_stopping is {sampling.early_stopping!r}, not true, false or 'never'",
+                code="invalid_value",
+                param="early_stopping",
+            )
+        if sampling.is_held and len(message.generated):
+            raise RequestError(
+                "generated: a request with beams or best_of has no output before its end",
+                code="invalid_value",
+                param="generated",
+            )
         for name, value, valid, rule in (
             ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf, "finite, at least 0"),
             ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
@@ -120,6 +138,19 @@ class Limits:
                 param="generated_counts",
             )
         return max_tokens
+
+    def check_beams(self, prompt_tokens: int, max_tokens: int, width: int) -> None:
+        """Raises RequestError (400) when the pool cannot hold all beams of a search at once, at their longest."""
+        shared = prompt_tokens // self.block_size if self.enable_prefix_caching else 0
+        each = self.blocks_for(prompt_tokens + max_tokens) - shared
+        needed = shared + width * (each + 1)  # and each may have a copy of its last block in the making
+        if needed > self.num_blocks - 1:
+            raise RequestError(
+                f"{width} beams of {prompt_tokens + max_tokens} tokens need {needed} KV blocks, there are "
+                f"{self.num_blocks - 1}: lower n or max_tokens",
+                code="invalid_value",
+                param="n",
+            )
 
     def describe(self) -> str:
         tokens = (self.num_blocks - 1) * self.block_size

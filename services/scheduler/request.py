@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from services.scheduler.beam_search import BeamSearch
 from services.scheduler.outbox import Outbox
 from services.scheduler.prefix_cache import Chain
 from shared.codec import Int32, no_ids
@@ -22,6 +23,7 @@ class State(Enum):
     FORK = "fork"  # waits for a sibling to compute the prompt of both
     PREFILL = "prefill"  # has a slot; its tokens are being computed in chunks
     DECODE = "decode"  # has a slot; one token in every plan
+    BEAM = "beam"  # between two steps of its search, in which it has a slot; or not begun
     DRAIN = "drain"  # all its tokens are planned, the last is in flight; its slot is another's already
     PREEMPTED = "preempted"  # had a slot; comes back before newcomers
     FINISHED = "finished"
@@ -39,7 +41,8 @@ class Sequence:
     what it shares with them, 0 when it does not wait; awaited: the key of that block. missing: how many blocks it
     lacked when it was looked up last and did not fit.
     passes: how often smaller ones were admitted before it because it did not fit. host: its table on the host, while it
-    is swapped. preempted_by: the decision that took its memory, until it decodes again.
+    is swapped. preempted_by: the decision that took its memory, until it decodes again. cumulative: logprob of the
+    output, where it is needed. offer: of a beam whose step is done, what it may go on with.
     """
 
     request: Request
@@ -61,6 +64,8 @@ class Sequence:
     preemptions: int = 0
     host: list[int] = field(default_factory=list)
     preempted_by: Decision | None = None
+    cumulative: float = 0.0
+    offer: list[tuple[int, float]] | None = None
     finished: Finished | None = None
 
     @property
@@ -78,7 +83,7 @@ class Request:
     """order: place in the order of arrival. stop_ids end a sequence. Times are seconds on the scheduler's clock.
 
     timeout: seconds after arrival until it has to be complete, 0 for any time. cached_tokens: of the prompt, at its
-    first admission.
+    first admission. search, beams: of a request with beam search, and the sequences that its beams are, in its order.
     """
 
     rid: int
@@ -94,11 +99,18 @@ class Request:
     tenant: str = ""
     timeout: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)
+    search: BeamSearch | None = None
+    beams: list[Sequence] = field(default_factory=list)
     cached_tokens: int = 0
     scheduled: float | None = None
     first_token: float | None = None
     ended: float = 0.0  # once done is set
     done: Done | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing of it may be told yet, because which tokens are the answer is only known at its end."""
+        return self.done is None and self.sampling.is_held
 
     @property
     def deadline(self) -> float:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
+from services.scheduler.beam_search import BeamSearch
+from services.scheduler.beams import Beams
 from services.scheduler.limits import Limits, split_generated
 from services.scheduler.preemption import Preemption
 from services.scheduler.prefix_cache import Chain, Digest, digest, encode_salt
@@ -28,7 +30,7 @@ from services.scheduler.waiting import WaitingQueue
 from shared.codec import Int32, int32
 from shared.errors import QuireError, RequestError
 from shared.ids import client_of
-from shared.wire import Accept, Done, Finished, Plan, SubmitTokens
+from shared.wire import Accept, Done, Finished, Logprobs, Plan, SubmitTokens
 
 MAX_STEPS_IN_FLIGHT = 2
 LOOK_UP_AGAIN = 8  # plans after which a prompt that did not fit is looked up again: it may have more hits by now
@@ -71,6 +73,7 @@ class Scheduler:
         self._holdup = "turn"  # why the last plan admitted no more
         self._too_big: set[Sequence] = set()  # those it looked at that did not fit
         self.swaps = Swaps(self.tables, min(limits.host_blocks, self.pool.num_usable))
+        self.beams = Beams(self.tables)
         self.preemption = Preemption(limits.preemption_mode)
         self._watermark = max(1, self.pool.num_usable // 100)
 
@@ -90,6 +93,8 @@ class Scheduler:
             return None
         max_tokens = self.limits.check(message)
         sampling = message.sampling
+        if sampling.use_beam_search:
+            self.limits.check_beams(len(message.prompt_ids), max_tokens, sampling.n)
         self._check_queue(message)
         self._arrivals += 1
         request = Request(
@@ -107,8 +112,17 @@ class Scheduler:
             timeout=message.timeout,
         )
         salt = self.salt(message.cache_salt, message.tenant)
-        request.sequences = [Sequence(request, i, ids, Chain(salt)) for i, ids in enumerate(split_generated(message))]
+        generated = split_generated(message)
+        generated += [[] for _ in range(sampling.best_of - sampling.n)]
+        request.sequences = [Sequence(request, i, ids, Chain(salt)) for i, ids in enumerate(generated)]
         self.streams.requests[request.rid] = request
+        if sampling.use_beam_search:
+            request.search = BeamSearch.of(sampling, max_tokens, request.stop_ids)
+            request.beams = request.sequences[:1]
+            for sequence in request.sequences[1:]:
+                sequence.state = State.BEAM
+            self.waiting.add(request.sequences[0])
+            return Accept(message.rid, len(request.prompt))
         if not len(message.generated):
             leader, *leader.forks = request.sequences
             for sequence in leader.forks:
@@ -135,6 +149,8 @@ class Scheduler:
         """The tokenizer ends a sequence after ``keep`` tokens; wins over an end by length or EOS. Idempotent."""
         request = self.streams.requests.get(rid)
         if request is None or not 0 <= index < len(request.sequences) or keep < 0:
+            return
+        if request.is_held:
             return
         sequence = request.sequences[index]
         keep = min(keep, len(sequence.output))
@@ -218,7 +234,7 @@ class Scheduler:
     @property
     def load(self) -> Load:
         return Load(
-            running=self.rows.num_used,
+            running=self.rows.num_used + len(self.beams.between()),
             waiting=self.num_waiting,
             preempted=len(self.preempted),
             blocks_used=self.pool.num_used,
@@ -249,6 +265,7 @@ class Scheduler:
         if secure:
             self._append_blocks(draft)
             self._copy_forked_blocks(draft)
+            budget -= self._plan_beams(draft)
             for sequence in list(self.prefilling):
                 budget -= self._compute(draft, sequence, budget)
             budget = self._admit(draft, budget)
@@ -257,7 +274,14 @@ class Scheduler:
             return None
         return self._commit(draft, decode_slots, self.limits.max_num_batched_tokens - budget)
 
-    def retire(self, step_id: int, slots: Int32, ids: Int32, timings: Mapping[str, float]) -> None:
+    def retire(
+        self,
+        step_id: int,
+        slots: Int32,
+        ids: Int32,
+        timings: Mapping[str, float],
+        logprobs: Logprobs | None = None,
+    ) -> None:
         """Takes in the result of the oldest step in flight: its tokens count, and what it alone named is free."""
         if not self.steps or self.steps[0].step_id != step_id:
             raise StepError(f"worker rank 0 answered step {step_id}, which is not the oldest in flight")
@@ -268,6 +292,7 @@ class Scheduler:
         self._publish(step)
         self._give_back(step)
         self._measure(step, timings)
+        searches = self._take_logprobs(step, logprobs) if logprobs is not None else ()
         delivered, shares = 0, self.waiting.shares
         for sequence, token in zip(step.sequences, ids.tolist(), strict=True):
             if sequence.finished is not None:
@@ -277,7 +302,10 @@ class Scheduler:
                 request.first_token = now
                 self.stats.prompt_computed(len(request.prompt))
                 self.stats.prompt_cached(len(request.prompt), request.cached_tokens)
-            request.outbox.token(request.rid, sequence.index, len(output), token)
+            if request.search is not None:
+                continue
+            if not request.is_held:
+                request.outbox.token(request.rid, sequence.index, len(output), token)
             output.append(token)
             delivered += 1
             if shares is not None:
@@ -285,6 +313,8 @@ class Scheduler:
             if token in request.stop_ids or len(output) >= request.max_tokens:
                 self._end_if_over(sequence)
         self.stats.cache_events(*self.tables.take_counts())
+        for request in searches:
+            delivered += self._advance_beams(request)
         self.stats.delivered(delivered)
         self.stats.stepped(step.tokens, now)
 
@@ -294,7 +324,7 @@ class Scheduler:
         lost = {sequence for step in self.steps for sequence in step.sequences if sequence.state is State.DRAIN}
         while self.steps:
             self._give_back(self.steps.popleft())
-        for sequence in self.rows.occupants():
+        for sequence in [*self.rows.occupants(), *self.beams.between()]:
             self._preempt(sequence)
         for sequence in self.preempted:  # what the worker holds for them on the host counts as lost too
             self._forget_swapped(sequence)
@@ -373,7 +403,7 @@ class Scheduler:
         request = sequence.request
         self._leave_queues(sequence)
         self._hand_over_forks(sequence)
-        if sequence.slot >= 0:
+        if sequence.slot >= 0 or (sequence.state is State.BEAM and sequence.blocks):
             self._vacate(sequence)
         self._forget_swapped(sequence)
         sequence.state = State.FINISHED
@@ -381,6 +411,8 @@ class Scheduler:
         self.streams.end(sequence, finished)
         if all(one.finished is not None for one in request.sequences):
             now = self._clock()
+            if request.is_held:
+                self._answer_held(request)
             self.streams.complete(request, _done(request, now), now)
             self.stats.ended(request, now)
 
@@ -396,7 +428,8 @@ class Scheduler:
         """Takes a sequence out of all later plans. Its blocks come back when the last step naming them is retired."""
         if sequence.state is State.DECODE:
             sequence.fence = self.last_step  # a decoding row is in every plan
-        self.rows.vacate(sequence.slot)
+        if sequence.slot >= 0:
+            self.rows.vacate(sequence.slot)
         sequence.slot = -1
         if not sequence.host:  # else its blocks are still to be swapped out
             self._release(sequence)
@@ -446,10 +479,14 @@ class Scheduler:
 
     def _preempt_group(self) -> None:
         """The next victims lose their memory, or take it to the host."""
-        group = self.preemption.victims(self.rows.occupants())
+        group = self.preemption.victims([*self.rows.occupants(), *self.beams.between()])
         for sequence in group:
-            decoding = sequence.state is State.DECODE
-            sequence.cached = int(self.rows.length[sequence.slot]) if decoding else sequence.computed
+            if sequence.state is State.DECODE:
+                sequence.cached = int(self.rows.length[sequence.slot])
+            elif sequence.state is State.BEAM:
+                sequence.cached = self.beams.stored(sequence, self._in_flight)
+            else:
+                sequence.cached = sequence.computed
         size, host_free = self.limits.block_size, self.swaps.host.num_free
         decision = self.preemption.decide(group, size, self.last_step + 1, host_free)
         if decision.mode == "swap":
@@ -462,6 +499,7 @@ class Scheduler:
         self._leave_queues(sequence)
         self._vacate(sequence)
         sequence.state = State.PREEMPTED
+        sequence.offer = None
         sequence.preemptions += 1
         insort(self.preempted, sequence, key=_return_key)
         self.stats.preempted()
@@ -471,11 +509,16 @@ class Scheduler:
 
         False: blocks are on their way back from steps in flight, which is cheaper to wait for than another victim.
         """
-        while len(self.rows.needing_block()) + self._copies_needed() > self.pool.num_available:
+        while self._blocks_needed() > self.pool.num_available:
             if self.swaps.leaving or any(step.gives_back for step in self.steps):
                 return False
             self._preempt_group()
         return True
+
+    def _blocks_needed(self) -> int:
+        """Blocks that decoding rows and beams take in the next step."""
+        beams = self.beams.blocks_needed(self.beams.ready(self._in_flight)) if self.beams.requests else 0
+        return len(self.rows.needing_block()) + self._copies_needed() + beams
 
     def _short_of_memory(self) -> list[int]:
         """Decoding slots that need a block for their next token; they pause while victims are swapped out for them."""
@@ -502,7 +545,7 @@ class Scheduler:
         """Admits the swapped group of ``first``, all of it or nothing (None); returns how many tokens it computes."""
         group = [sequence for sequence in self.preempted if sequence.host and sequence.request is first.request]
         rows = sum(1 + len(sequence.forks) for sequence in group)
-        if rows > min(self.rows.num_free, budget) or any(self._in_flight(sequence.fence) for sequence in group):
+        if rows > min(self._num_free_rows, budget) or any(self._in_flight(sequence.fence) for sequence in group):
             return None
         for sequence in group:
             sequence.feed = np.concatenate([sequence.request.prompt, int32(sequence.output)])
@@ -518,7 +561,7 @@ class Scheduler:
         left = budget
         for sequence in group:
             draft.host += self.swaps.forget(sequence)
-            sequence.computed = sequence.cached
+            sequence.computed = min(sequence.cached, len(sequence.feed) - 1)
             left -= self._enter(draft, sequence, left)
         return budget - left
 
@@ -529,6 +572,8 @@ class Scheduler:
         sequence.slot = self.rows.occupy(sequence)
         sequence.fence = self.last_step + 1
         self.prefilling.append(sequence)
+        if sequence.request.search is not None:
+            self.beams.requests[sequence.request] = None
         draft.new_row(sequence, self.rows.generations[sequence.slot], sequence.cached)
         return self._compute(draft, sequence, budget, new=True)
 
@@ -596,6 +641,10 @@ class Scheduler:
         The forks of ``leader`` enter with rows of their own, and share all of its blocks.
         """
         request, total = leader.request, len(leader.feed)
+        if request.search is not None:
+            leader.state, leader.preempted_by = State.BEAM, None
+            draft.beams.append(leader)
+            return [leader]
         group = [leader, *leader.forks]
         for sequence in leader.forks:
             self.tables.fork(leader, sequence)
@@ -620,7 +669,7 @@ class Scheduler:
         waits for memory, which decodes took after its admission: nobody may take it next.
         """
         self._too_big.clear()
-        while budget > 0 and not self.prefilling and self.rows.num_free:
+        while budget > 0 and not self.prefilling and self._num_free_rows > 0:
             if self.preempted and self.preempted[0].host:
                 computed = self._bring_back(draft, self.preempted[0], budget)
                 if computed is not None:
@@ -641,7 +690,7 @@ class Scheduler:
                 self.stats.looked_up(len(sequence.feed), sequence.computed)
             budget -= self._enter(draft, sequence, budget)
         self._holdup = (
-            "budget" if budget <= 0 else "memory" if self.prefilling else "turn" if self.rows.num_free else "slots"
+            "budget" if budget <= 0 else "memory" if self.prefilling else "turn" if self._num_free_rows > 0 else "slots"
         )
         return budget
 
@@ -664,7 +713,7 @@ class Scheduler:
 
         It waits instead while somebody else computes what comes next of its prompt, for AWAIT_STEPS at most.
         """
-        if self.rows.num_free <= len(sequence.forks):
+        if self._num_free_rows < self._rows_needed(sequence):
             return False
         step_id, slack = self.last_step + 1, self._watermark if self.rows.num_used else 0
         patient = not sequence.awaits or step_id - sequence.awaits < AWAIT_STEPS
@@ -689,6 +738,72 @@ class Scheduler:
             self.stats.copied("prefix")
         return True
 
+    @property
+    def _num_free_rows(self) -> int:
+        """Rows that nobody has or will need to go on."""
+        return self.rows.num_free - (self.beams.reserved() if self.beams.requests else 0)
+
+    def _rows_needed(self, sequence: Sequence) -> int:
+        """Rows for all that the admission of a sequence brings with it."""
+        request = sequence.request
+        if request.search is None:
+            return 1 + len(sequence.forks)
+        return 1 if request in self.beams.requests else len(request.sequences)
+
+    def _plan_beams(self, draft: Draft) -> int:
+        """Plans one token of each beam that is ready; returns how many those are."""
+        ready = self.beams.ready(self._in_flight) if self.beams.requests else []
+        for beam in ready:
+            last = beam.num_tokens - 1
+            _, index = self.beams.written_next(beam)
+            if index == len(beam.blocks):
+                self.tables.grow(beam, 1, "output")
+            elif (copy := self.tables.unshare(beam, index, self.last_step + 1)) is not None:
+                draft.copy(*copy)
+                self.stats.copied("write")
+            beam.slot, beam.fence = self.rows.occupy(beam), self.last_step + 1
+            draft.new_row(beam, self.rows.generations[beam.slot], last)
+            draft.table(beam.slot, beam.blocks)
+            draft.chunk(beam, last, int32(beam.output[-1:]), [beam])
+            draft.beams.append(beam)
+        return len(ready)
+
+    def _take_logprobs(self, step: Step, logprobs: Logprobs) -> list[Request]:
+        """Adds up logprobs of held sequences, and gives beams their offers. Returns the requests of these."""
+        start, searches = 0, dict[Request, None]()
+        for entry, sampled, count in zip(logprobs.entries, logprobs.sampled, logprobs.top_counts, strict=True):
+            sequence, end = step.sequences[entry], start + count
+            if sequence.state is State.BEAM:
+                sequence.offer = list(zip(logprobs.top_ids[start:end], logprobs.top[start:end], strict=True))
+                searches[sequence.request] = None
+            elif sequence.finished is None and sequence.request.search is None:
+                sequence.cumulative += sampled
+            start = end
+        return list(searches)
+
+    def _advance_beams(self, request: Request) -> int:
+        """One step of a search, when all its beams have their offers; returns the tokens of the answer at its end."""
+        search = request.search
+        assert search is not None
+        if not self.beams.advance(request, search):
+            return 0
+        for sequence, hypothesis in zip(request.sequences, search.hypotheses, strict=True):
+            sequence.output, sequence.cumulative = hypothesis.tokens, hypothesis.cumulative
+        if self.waiting.shares is not None:
+            output = sum(len(sequence.output) for sequence in request.sequences)
+            self.waiting.shares.serve(request.tenant, output_tokens=output)
+        for sequence in list(request.sequences):
+            self._end_if_over(sequence)
+        return sum(len(sequence.output) for sequence in request.sequences)
+
+    def _answer_held(self, request: Request) -> None:
+        """Everything of a request with beams or best_of is over: its best sequences are the answer."""
+        self.beams.requests.pop(request, None)
+        chosen = request.sequences
+        if request.search is None:
+            chosen = sorted(chosen, key=lambda sequence: -sequence.cumulative)[: request.sampling.n]
+        self.streams.answer(request, chosen)
+
     def _commit(self, draft: Draft, decode_slots: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: int) -> Plan:
         self.last_step += 1
         self.rows.length[decode_slots] += 1
@@ -711,6 +826,9 @@ class Scheduler:
             )
         )
         release = self.rows.take_leaving()
+        for beam in draft.beams:  # their rows are for this step alone; the next plan releases them
+            self.rows.vacate(beam.slot)
+            beam.slot = -1
         full, self._full = self._full, False
         return draft.plan(
             self.last_step,

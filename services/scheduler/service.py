@@ -13,6 +13,7 @@ import zmq
 from services.scheduler import reports
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.invariants import Audit
+from services.scheduler.ledger import filled_slots
 from services.scheduler.limits import Limits
 from services.scheduler.plan_log import PlanLog
 from services.scheduler.port import Port, Traffic
@@ -282,6 +283,7 @@ class SchedulerService:
             snapshots = [self._traffic.registry.snapshot()]
             if self._core is not None:
                 self._core.stats.refresh(self._core.load, self._core.waiting_by_reason())
+                self._core.stats.refresh_slots(self._core.pool.num_used, filled_slots(self._core))
                 snapshots.append(self._core.stats.registry.snapshot())
             others = [*self._clients.peers, *self._workers.peers]
             snapshots += [other.metrics for other in others if other.metrics and other.raw != peer.raw]
@@ -360,7 +362,7 @@ class SchedulerService:
             whole = self._ranks.take(result)
             if whole is None:
                 return
-            core.retire(whole.step_id, whole.slots, whole.ids, whole.timings)
+            core.retire(whole.step_id, whole.slots, whole.ids, whole.timings, whole.logprobs)
         except (RankError, StepError) as error:
             self._end(str(error), 1)
             return

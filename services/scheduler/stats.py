@@ -60,6 +60,8 @@ class Stats:
         self._evictions = r.counter("quire:prefix_cache_evictions", "Cached blocks given to others.")
         self._audits = r.counter("quire:memory_audit_failures", "Times an idle scheduler's books were found wrong.")
         self._copies = r.counter("quire:block_copies", "Blocks copied, by reason.", ["reason"])
+        self._slots = r.gauge("quire:kv_slots", "Token slots of blocks in use, and those that hold a token.", ["state"])
+        self._block_size = limits.block_size
         self._blocks = r.gauge("quire:kv_blocks", "Usable blocks by state.", ["state"])
         self._generation = r.counter("vllm:generation_tokens", "Output tokens delivered.")
         self._preemptions = r.counter("vllm:num_preemptions", "Sequences that lost their memory to others.")
@@ -185,6 +187,11 @@ class Stats:
         self._blocks.set(load.blocks_used, ("used",))
         self._blocks.set(load.blocks_cached, ("cached",))
         self._blocks.set(load.blocks_total - load.blocks_used - load.blocks_cached, ("free",))
+
+    def refresh_slots(self, blocks_used: int, filled: int) -> None:
+        """Of the token slots in blocks in use, those that hold a token."""
+        self._slots.set(blocks_used * self._block_size, ("in_use",))
+        self._slots.set(filled, ("filled",))
 
     def line(self, load: Load, now: float) -> str | None:
         """The throughput line every ten seconds, and None while nothing happens (after one last line that says so)."""

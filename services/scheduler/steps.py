@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.preemption import Decision
-from services.scheduler.request import Sequence
+from services.scheduler.request import Request, Sequence
 from services.scheduler.rows import Slots
 from shared.codec import Int32, int32, no_ids
 from shared.wire import NewRow, Plan
@@ -68,6 +68,7 @@ class Draft:
         self._copies: list[int] = []
         self.swap_out: list[tuple[int, int]] = []  # (block, host block)
         self.swap_in: list[tuple[int, int]] = []  # (host block, block)
+        self.beams: list[Sequence] = []  # whose rows are for this step alone
         self.swapped: list[Sequence] = []  # whose blocks are swapped out
         self.efforts: list[Effort] = []
         self.host: list[int] = []  # host blocks that are of no use after this step
@@ -91,6 +92,7 @@ class Draft:
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
                 seed=(sampling.seed + sequence.index) % (1 << 63),
+                logprobs=_wanted_logprobs(sequence.request),
             )
         )
 
@@ -145,3 +147,10 @@ class Draft:
             swap_in=int32([number for pair in self.swap_in for number in pair]),
             copies=int32(self._copies),
         )
+
+
+def _wanted_logprobs(request: Request) -> int:
+    """As in ``NewRow``: what the scheduler itself needs."""
+    if request.search is not None:
+        return request.search.candidates
+    return 0 if request.sampling.is_held else -1

@@ -36,6 +36,8 @@ class Streams:
     def attach(self, request: Request, owner: bytes, counts: list[int]) -> None:
         """``owner`` takes a request over, having ``counts`` tokens of each sequence already."""
         request.outbox = self.outbox(owner)
+        if request.is_held:
+            return
         for sequence in request.sequences:
             self._send_from(sequence, counts[sequence.index] if sequence.index < len(counts) else 0)
         self.send_ends(request)
@@ -50,7 +52,7 @@ class Streams:
             outbox = self.outbox(owner)
             outbox.finished(Finished(rid, index, offset, "error", message="the scheduler does not know this request"))
             outbox.done(Done(rid, prompt_tokens=0, cached_tokens=0, completion_tokens=offset))
-        elif 0 <= index < len(request.sequences):
+        elif 0 <= index < len(request.sequences) and not request.is_held:
             self._send_from(request.sequences[index], offset)
             self.send_ends(request)
 
@@ -64,7 +66,17 @@ class Streams:
 
     def end(self, sequence: Sequence, finished: Finished) -> None:
         sequence.finished = finished
-        sequence.request.outbox.finished(finished)
+        if not sequence.request.is_held:
+            sequence.request.outbox.finished(finished)
+
+    def answer(self, request: Request, chosen: list[Sequence]) -> None:
+        """A held request is over: these of its sequences, the best first, are told whole."""
+        request.sequences = chosen
+        for index, sequence in enumerate(chosen):
+            assert sequence.finished is not None
+            sequence.index, sequence.finished = index, replace(sequence.finished, seq=index)
+            self._send_from(sequence, 0)
+            request.outbox.finished(sequence.finished)
 
     def shorten(self, sequence: Sequence, keep: int) -> None:
         """A finished sequence turns out to have been stopped after ``keep`` tokens."""

@@ -22,7 +22,7 @@ from shared.sampling import SamplingParams
 from tests.shared.golden import GOLDEN
 
 RID = (3 << 48) | 7
-SAMPLING = SamplingParams(0.5, 0.25, 4, 0.125, 9, 16, 1, [2, 5], True)
+SAMPLING = SamplingParams(0.5, 0.25, 4, 0.125, 9, 16, 1, [2, 5], True, 3, True, 0.5, "never")
 
 MESSAGES: list[wire.Message] = [
     wire.Hello(1, "worker", 1, 77, "ipc:///a", 3, 42, wire.Memory(100, 0, 16, 4096, 2048, 300, [0, 2], "d1")),

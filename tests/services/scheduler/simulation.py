@@ -186,7 +186,7 @@ class Simulation:
         if self.executed:
             step_id, output = self.executed.popleft()
             del self._named[step_id], self._stores[step_id]
-            self.scheduler.retire(step_id, output.slots, output.ids, output.timings)
+            self.scheduler.retire(step_id, output.slots, output.ids, output.timings, output.logprobs)
             self.check()
             return True
         return False
@@ -307,3 +307,14 @@ class Simulation:
         active = decoding | set(plan.chunk_slots)
         named = {block for slot in active for block in self._tables[slot]}
         self._named[plan.step_id] = named | moved | {block for pair in copies for block in pair}
+
+
+def toy_candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
+    """The null model's likeliest tokens after ``tokens`` and their logprobs, as ``NullExecutor._logprobs`` says."""
+    total = sum((token + 1) * pow(BASE, position, 1 << 64) for position, token in enumerate(tokens)) & MASK
+    mixed, allowed = _mix(total), [token for token in range(VOCAB) if token != EOS]
+    gap = 0.125 + (mixed >> 20) % 1000 / 1000
+    ids = [allowed[(mixed + rank) % len(allowed)] for rank in range(count)]
+    if mixed >> 60 == 0 and count > 1:
+        ids[1] = EOS
+    return [(token, -0.125 - gap * rank) for rank, token in enumerate(ids)]
