@@ -75,7 +75,7 @@ class Scheduler:
         self.swaps = Swaps(self.tables, min(limits.host_blocks, self.pool.num_usable))
         self.beams = Beams(self.tables)
         self.preemption = Preemption(limits.preemption_mode)
-        self._watermark = max(1, self.pool.num_usable // 100)
+        self._watermark = max(1, self.pool.num_usable // 200)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
