@@ -46,7 +46,9 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/continuous_batching.py
+	$(BIN)/python -m benchmarks.continuous_batching
+	$(BIN)/python -m benchmarks.scheduler_cost
+	$(BIN)/python -m benchmarks.utilization
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -119,7 +119,7 @@ def upkeep_cost(prompts: int = 40, length: int = 2048) -> tuple[float, float]:
 
     cache.extend_keys = timing("publish", cache.extend_keys)  # type: ignore[method-assign]
     tables.publish = timing("publish", tables.publish)  # type: ignore[method-assign]
-    scheduler.pool._evicted = timing("evict", cache.evicted)
+    scheduler.pool._evict = timing("evict", scheduler.pool._evict)  # type: ignore[method-assign]
     ids = rng.integers(100, VOCAB, 8).astype(np.int32)
     for rid in range(prompts):
         submit(scheduler, rid, rng.integers(100, VOCAB, length), 1)

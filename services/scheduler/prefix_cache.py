@@ -17,7 +17,8 @@ from typing import Any
 
 CANDIDATES = 8  # children of an entry, the newest first, that a last partial block is compared with
 REMEMBERED = 4  # keys of evicted blocks that are remembered, to explain a miss, per block of the pool
-SALTS_EXPLAINED = 64  # other salts under which ``explain`` looks for the same tokens
+SALTS_EXPLAINED = 64  # other salts under which ``explain`` looks for the same tokens,
+BLOCKS_EXPLAINED = 16  # for so many blocks of them at most
 
 Digest = Callable[[bytes], bytes]
 
@@ -239,8 +240,8 @@ class PrefixCache:
         return best, most
 
     def _under_another_salt(self, salt: bytes, ids: bytes) -> int:
-        """The most blocks of ``ids`` that are cached under another salt."""
-        most = 0
+        """The most blocks at the start of ``ids`` that are cached under another salt, as far as it is looked for."""
+        most, ids = 0, ids[: 4 * self.block_size * BLOCKS_EXPLAINED]
         for other in islice(reversed(self._roots), SALTS_EXPLAINED):
             if other != salt:
                 collisions = self.collisions
