@@ -30,7 +30,6 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (False,),
     "detokenize": (True,),
@@ -43,7 +42,6 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1, 1.0),
     "logit_bias": ({},),
     "logprobs": (False,),
     "min_tokens": (0,),
@@ -61,7 +59,6 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

@@ -184,6 +184,10 @@ class GenerationRequest(Model):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(None, ge=-100, le=100)
+    early_stopping: Literal[False, True, "never"] | None = None
     max_tokens: int | None = Field(None, ge=1)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None, BeforeValidator(_stops)
@@ -210,11 +214,39 @@ class GenerationRequest(Model):
         """Rules over several fields. Raises RequestError."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only allowed when stream is true", param="stream_options")
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise RequestError(f"best_of: {self.best_of} is below n ({n})", code="invalid_value", param="best_of")
+        if self.stream and ((self.best_of or n) > n or self.use_beam_search):
+            name = "use_beam_search" if self.use_beam_search else "best_of"
+            message = f"{name}: cannot be streamed, because only the end tells which tokens are the answer"
+            raise RequestError(message, code="unsupported_value", param=name)
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.use_beam_search:
+            for name, value, neutral in (
+                ("temperature", self.temperature, (0,)),
+                ("top_p", self.top_p, (1,)),
+                ("top_k", self.top_k, (0, -1)),
+                ("min_p", self.min_p, (0,)),
+                ("best_of", self.best_of, (self.n or 1,)),
+            ):
+                if value is not None and value not in neutral:
+                    message = f"{name}: {value} does not go with use_beam_search, which takes the likeliest"
+                    raise RequestError(message, code="unsupported_value", param=name)
+            return
+        for name, set_ in (
+            ("length_penalty", self.length_penalty not in (None, 1)),
+            ("early_stopping", bool(self.early_stopping)),
+        ):
+            if set_:
+                raise RequestError(f"{name}: only with use_beam_search", code="unsupported_value", param=name)
 
     def sampling(self, limits: Limits) -> SamplingParams:
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
         return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=0.0 if self.use_beam_search else 1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=min(max(self.top_k or 0, 0), limits.vocab_size),
             min_p=self.min_p or 0.0,
@@ -223,6 +255,10 @@ class GenerationRequest(Model):
             max_tokens=self.output_limit,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=bool(self.ignore_eos),
+            best_of=self.best_of or 0,
+            use_beam_search=bool(self.use_beam_search),
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=str(self.early_stopping or False).lower(),
         )
 
 

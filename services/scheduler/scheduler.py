@@ -11,6 +11,7 @@ import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -800,6 +801,10 @@ class Scheduler:
         """Everything of a request with beams or best_of is over: its best sequences are the answer."""
         self.beams.requests.pop(request, None)
         chosen = request.sequences
+        ends = [sequence.finished for sequence in chosen if sequence.finished is not None]
+        if broken := next((end for end in ends if end.reason in ("abort", "error")), None):
+            for sequence in chosen:  # what there is of it was to be no answer yet
+                sequence.output, sequence.finished = [], replace(broken, tokens=0)
         if request.search is None:
             chosen = sorted(chosen, key=lambda sequence: -sequence.cumulative)[: request.sampling.n]
         self.streams.answer(request, chosen)

@@ -318,3 +318,13 @@ def toy_candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
     if mixed >> 60 == 0 and count > 1:
         ids[1] = EOS
     return [(token, -0.125 - gap * rank) for rank, token in enumerate(ids)]
+
+
+def toy_logprob(prompt: list[int], output: list[int]) -> float:
+    """The null model's cumulative logprob of ``output``."""
+    total = 0.0
+    for place, token in enumerate(output):
+        likeliest = dict(toy_candidates(prompt + output[:place], VOCAB - 1))
+        second = list(likeliest.values())[1]  # an EOS's, and that of the token whose place an EOS may have taken
+        total += likeliest.get(token, second)
+    return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_beams_give_the_hypotheses_of_a_plain_search(penalty: float, early: str)
         rng = random.Random(seed)
         simulation = Simulation(num_blocks=100, block_size=4)
         prompt, width, most = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], rng.randint(1, 5), 14
-        options = {"use_beam_search": True, "length_penalty": penalty, "early_stopping": early}
+        options: dict[str, Any] = {"use_beam_search": True, "length_penalty": penalty, "early_stopping": early}
         simulation.submit(1, prompt, most, n=width, **options)
         simulation.drain()
         assert answers(simulation, 1, width) == toy_beams(prompt, width, most, penalty, early)

@@ -25,7 +25,7 @@ def test_a_pool_of_40_blocks_finishes_100_requests_with_the_ids_they_have_alone(
         preemption_mode=mode,
         scheduling_policy="priority",
     )
-    rng, expected = random.Random(1), {}
+    rng, expected = random.Random(1), dict[tuple[int, int], list[int]]()
     oldest_of_top = 1
     for rid in range(1, 101):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
