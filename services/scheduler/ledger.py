@@ -10,6 +10,7 @@ from services.scheduler.request import Sequence
 from services.scheduler.scheduler import Scheduler
 
 PAGE = 64  # blocks or waiting sequences of one answer, so that no question holds up a step
+OWNERS_SHOWN = 16  # of a block, for the same reason; ``references`` counts them all
 
 
 def page(scheduler: Scheduler, cursor: int, now: float, wall: float) -> tuple[dict[str, Any], int]:
@@ -74,7 +75,8 @@ def _block(scheduler: Scheduler, block: int, offset: float) -> dict[str, Any]:
         "state": state.value,
         "since": pool.since(block) + offset,
         "why": pool.why(block),
-        "owners": [_owner(owner) for owner in pool.owners(block)],
+        "references": pool.references(block),
+        "owners": [_owner(owner) for owner in pool.owners(block)[:OWNERS_SHOWN]],
         "key": None if entry is None else entry.key.hex(),
     }
     if state is BlockState.USED:

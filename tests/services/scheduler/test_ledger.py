@@ -39,7 +39,15 @@ def test_each_block_has_its_owners_its_reason_and_since_when() -> None:
     assert rows[2]["key"] is None
     copies = {row["block"]: row["owners"] for row in rows.values() if row["why"] == "copy on write"}
     assert [owner for held in (rows[2]["owners"], *copies.values()) for owner in held if "seq" in owner]
-    assert rows[100] == {"block": 100, "state": "free", "since": WALL, "why": "", "owners": [], "key": None}
+    assert rows[100] == {
+        "block": 100,
+        "state": "free",
+        "since": WALL,
+        "why": "",
+        "references": 0,
+        "owners": [],
+        "key": None,
+    }
     simulation.drain()
     simulation.now = 9.0
     rows = blocks(simulation)
