@@ -50,6 +50,7 @@ def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
             Route("/version", endpoints.version),
             Route("/metrics", endpoints.metrics),
             Route("/internal/blocks", endpoints.blocks),
+            Route("/internal/status", endpoints.status),
             Route("/internal/explain", endpoints.explain, methods=["POST"]),
         ],
         redirect_slashes=False,
@@ -111,10 +112,17 @@ class Endpoints:
 
     async def blocks(self, request: Request) -> Response:
         """A page of the block ledger; ``next_cursor`` is the next one's ``cursor``, null on the last."""
+        return await self._page("ledger", request)
+
+    async def status(self, request: Request) -> Response:
+        """The scheduler's own view: load, why requests wait, what preemptions cost; its clients, paged."""
+        return await self._page("status", request)
+
+    async def _page(self, what: str, request: Request) -> Response:
         text = request.query_params.get("cursor", "0")
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise RequestError(f"cursor: {text[:32]!r} is not a number that next_cursor gave", param="cursor")
-        reply = await self._engine.ask_scheduler("ledger", QUERY_TIMEOUT, cursor=int(text))
+        reply = await self._engine.ask_scheduler(what, QUERY_TIMEOUT, cursor=int(text))
         return JSON({**reply.body, "next_cursor": reply.next_cursor or None})
 
     async def explain(self, request: Request) -> Response:

@@ -49,7 +49,8 @@ def filled_slots(scheduler: Scheduler) -> int:
     size, pool = scheduler.limits.block_size, scheduler.pool
     filled: dict[int, int] = {}  # of each table's last block, the only one that may not be full
     leaving = [sequence for step in scheduler.steps for sequence in step.vacated]
-    for sequence in (*scheduler.rows.occupants(), *leaving):
+    between = (*scheduler.beams.between(), *scheduler.swaps.leaving)  # hold blocks without a slot
+    for sequence in (*scheduler.rows.occupants(), *between, *leaving):
         if sequence.blocks:
             last = len(sequence.blocks) - 1
             most = filled.get(sequence.blocks[last], 0)
