@@ -128,6 +128,13 @@ def test_a_priority_without_effect_is_400(client: httpx.Client) -> None:
     assert answer.json()["error"]["param"] == "priority"
 
 
+def test_a_tenant_name_is_short_and_visible(client: httpx.Client) -> None:
+    for name in ("a b", "x" * 129):
+        answer = client.post("/v1/completions", json=LONG, headers={"X-Tenant": name})
+        assert answer.status_code == 400
+        assert "X-Tenant" in answer.json()["error"]["message"]
+
+
 def test_preemption_is_shown_with_what_it_cost(server: Server, client: httpx.Client) -> None:
     bodies = [{"prompt": [rid] * 200, "max_tokens": 100, "temperature": 0} for rid in range(10, 14)]
 

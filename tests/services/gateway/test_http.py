@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -165,13 +166,15 @@ def test_api_keys(pipeline: Pipeline, locked: httpx.Client) -> None:
     tenants = []
     for key in KEYS:
         assert locked.get("/v1/models", headers=bearer(key)).status_code == 200
-        with httpx.Client(base_url=locked.base_url, headers=bearer(key)) as client:
+        untrusted = {"X-Tenant": "somebody else"}
+        with httpx.Client(base_url=locked.base_url, headers=bearer(key) | untrusted) as client:
             posted = Posted(client, "/v1/completions", {"prompt": "a"})
             answer = pipeline.tokenizer.submitted()
             answer.reject(429, "queue_full", "", "later")
             assert posted.response().status_code == 429
             tenants.append(answer.submit.tenant)
     assert len(set(tenants)) == 2 and all(tenants) and not set(tenants) & set(KEYS)
+    assert tenants == [hashlib.sha256(key.encode()).hexdigest()[:16] for key in KEYS]
 
 
 def test_keys_stay_out_of_the_log_and_ids_get_into_it(guarded: Gateway, locked: httpx.Client) -> None:
