@@ -143,7 +143,8 @@ class Launcher:
             child.send(number)
         await self._wait(self._of("gateway"), patience)
         for child in self._children:
-            child.send(number)
+            # A tokenizer would drain at SIGTERM, but with the gateways gone there is nobody left to drain for.
+            child.send(signal.SIGINT if child.role == "tokenizer" else signal.SIGTERM)
         await self._wait(self._children, INTERRUPT_GRACE)
         return 0 if self._interrupts == 1 else 1
 
