@@ -53,6 +53,7 @@ class Tokenizer:
         self.queries = Queries()
         self.epoch = 0
         self.given = 0
+        self.draining = False  # it finishes what it has and takes nothing new
         self.link: Link  # set right after, as the link's callbacks need this object
 
     def send(self, message: Message) -> bool:
@@ -126,7 +127,7 @@ class Engine:
             return self.closing
         if not self._scheduler.welcomed or self._welcome is None:
             return self._lost or "the model is not ready: waiting for the scheduler and its workers"
-        if not any(tokenizer.link.welcomed for tokenizer in self._tokenizers.values()):
+        if self._least_loaded() is None:
             return "waiting for a tokenizer"
         return ""
 
@@ -189,8 +190,8 @@ class Engine:
         return [*placed, *self._unplaced.values()]
 
     def _least_loaded(self) -> Tokenizer | None:
-        welcomed = [tokenizer for tokenizer in self._tokenizers.values() if tokenizer.link.welcomed]
-        return min(welcomed, key=lambda one: (len(one.requests), one.given), default=None)
+        taking = [one for one in self._tokenizers.values() if one.link.welcomed and not one.draining]
+        return min(taking, key=lambda one: (len(one.requests), one.given), default=None)
 
     def _place(self, request: Request) -> None:
         tokenizer = self._least_loaded()
@@ -309,6 +310,14 @@ class Engine:
                 self.metrics.resubmitted.inc()
                 self._place(request)
 
+    def _pass_on(self, tokenizer: Tokenizer, rid: int) -> None:
+        """The tokenizer is on its way out and refuses new requests: another one gets this and all further ones."""
+        tokenizer.draining = True
+        request = tokenizer.requests.pop(rid, None)
+        if request is not None:
+            self.metrics.resubmitted.inc()
+            self._place(request)
+
     def _on_tokenizer(self, tokenizer: Tokenizer, message: Any) -> None:
         self._progress += 1
         if isinstance(message, Text):
@@ -318,7 +327,9 @@ class Engine:
                 request.heard = time.monotonic()
                 request.accept(message.prompt_tokens, message.prompt_ids)
         elif isinstance(message, Reject):
-            if request := tokenizer.requests.get(message.rid):
+            if message.code == "draining":
+                self._pass_on(tokenizer, message.rid)
+            elif request := tokenizer.requests.get(message.rid):
                 request.fail(_rejection(message), ended=True)
         elif isinstance(message, Reply):
             tokenizer.queries.answer(message)
