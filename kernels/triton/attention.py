@@ -100,8 +100,10 @@ def _walk(
             k = tl.load(keys + slot[None, :] + element[:, None], mask=(element < HEAD_DIM)[:, None], other=0.0)
         scores = dot(q, k, tl.zeros([rows, TILE], tl.float32)) * scale
         if SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1): right at both ends, where exp is 0 or infinite
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+            # tanh(|x|) = (1 - exp(-2 |x|)) / (1 + exp(-2 |x|)): never overflows, and there is no tanh on every device
+            small = tl.exp(-2.0 * tl.abs(scores) / softcap)
+            capped = softcap * (1.0 - small) / (1.0 + small)
+            scores = tl.where(scores < 0, -capped, capped)
         scores = scores * _LOG2E
         if MASKED:
             seen = live[None, :]
@@ -472,7 +474,7 @@ def _check(q: torch.Tensor, kv: torch.Tensor) -> tuple[int, int]:
 
 
 def _rows(tile: Tile, group: int) -> int:
-    return max(tile.rows, triton.next_power_of_2(group))
+    return max(tile.rows, int(triton.next_power_of_2(group)))
 
 
 def _wanted_programs(device: torch.device) -> int:

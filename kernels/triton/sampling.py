@@ -245,7 +245,9 @@ def sample(
     if not rows:
         return out
     parts = triton.cdiv(vocab, _DRAW_TOKENS)
-    cut_keys, cut_tokens = torch.empty((2, rows), dtype=torch.int64, device=logits.device)
+    # one tensor each: a slice of another lies at an address that varies with the batch, and so would the specialization
+    cut_keys = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    cut_tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     best_values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     best_tokens = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     stride = logits.stride(0)

@@ -41,12 +41,11 @@ def decode_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     device = device_class()
     if device == "interpreter":
         return Tile(16, 32, 1, 1)
-    wide = head_dim > 128
     if dtype == torch.float32:
-        return Tile(16, 16 if wide else 32, 4, 2)
+        return Tile(16, 32, 4, 2) if head_dim <= 64 else Tile(16, 16, 8, 2)
     if device == "cdna":
         return Tile(16, 32, 4, 2)
-    return Tile(16, 32 if wide else 64, 4, 3)
+    return Tile(16, 64, 4, 3) if head_dim <= 128 else Tile(16, 32, 8, 2)
 
 
 def prefill_tile(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -54,11 +53,8 @@ def prefill_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     device = device_class()
     if device == "interpreter":
         return Tile(32, 32, 1, 1)
-    wide = head_dim > 128
     if dtype == torch.float32:
-        return Tile(32, 16, 4, 1) if wide else Tile(32, 32, 4, 2)
+        return Tile(32, 32 if head_dim <= 64 else 16, 8, 2 if head_dim <= 128 else 1)
     if device == "cdna":
-        return Tile(64, 32, 8 if wide else 4, 2 if not wide else 1)
-    if wide:
-        return Tile(64, 32, 8, 2)
-    return Tile(128, 64, 8, 3)
+        return Tile(64, 32, 4, 2) if head_dim <= 128 else Tile(64, 32, 8, 1)
+    return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 8, 2)
