@@ -11,7 +11,7 @@ from kernels.triton.lang import cast
 _SILU_COLUMNS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def rms_norm_kernel(out, x, weight, eps, heads, x_row_stride, x_head_stride, SIZE: tl.constexpr, PAD: tl.constexpr):
     """Program (r, h): row h of x[r]. Rounds to the tensor's dtype before the weight, as Llama's norm does."""
     row = tl.program_id(0).to(tl.int64)

@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What of a model its kernels are compiled for, beside the shape of its KV. qk_norm: whether heads are normed. softcap: 0 is none."""
+    """What of a model its kernels are compiled for, beside the shape of its KV.
+
+    qk_norm: whether heads are normed. softcap: 0 is none.
+    """
 
     heads: int
     hidden: int

@@ -18,7 +18,7 @@ from kernels.triton.warmup import Shapes, warm_up
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-SMOLLM2 = Shapes(heads=9, hidden=576, intermediate=1536, vocab=49152)
+SMOLLM2 = Shapes(heads=9, hidden=576, intermediate=1536, vocab=49152, qk_norm=True)
 
 
 @pytest.mark.timeout(900)
@@ -43,7 +43,10 @@ def test_serving_compiles_nothing_after_the_warm_up(target: aot.Target) -> None:
 
 
 def serve_step(kv: torch.Tensor, rows: int, width: int, window: int) -> None:
-    """What one step launches; index tensors lie at odd addresses, queries in a projection as wide as SmolLM2's."""
+    """What one step launches; index tensors lie at odd addresses, queries in a projection as wide as SmolLM2's.
+
+    Its heads are normed besides, as Qwen3's are.
+    """
     lens = torch.ones(rows + 1, dtype=torch.int32)[1:]
     table = torch.zeros(rows + 1, width, dtype=torch.int32)[1:]
     bounds = torch.arange(rows + 2, dtype=torch.int32)[1:]
@@ -52,6 +55,8 @@ def serve_step(kv: torch.Tensor, rows: int, width: int, window: int) -> None:
     weight = torch.empty(576, dtype=torch.bfloat16)
     qkv = torch.empty(rows, 15, 64, dtype=torch.bfloat16)
     kernels.rms_norm(hidden, weight, 1e-6)
+    kernels.rms_norm(qkv[:, :9], weight[:64], 1e-6)
+    kernels.rms_norm(qkv[:, :12], weight[:64], 1e-6)
     kernels.rope(qkv[:, :12], cos_sin, whole)
     kernels.store_kv(qkv[:, 9:12], qkv[:, 12:], kv, whole)
     kernels.rope_store(qkv, kv, cos_sin, whole, whole)
