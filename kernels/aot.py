@@ -29,7 +29,8 @@ from triton.compiler import ASTSource
 import kernels.triton as ops
 from kernels.triton.attention import FEW_ROWS
 
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / f"triton-{triton.__version__}"
+_HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+_CACHE = Path(os.environ.get("QUIRE_CACHE") or _HOME) / f"triton-{triton.__version__}"
 
 
 @dataclass(frozen=True, slots=True)

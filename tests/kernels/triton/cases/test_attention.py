@@ -11,7 +11,15 @@ from tests.kernels.cpu.oracle import TOLERANCE, Paged, assert_close, attention, 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # KV heads, query heads of each, head_dim, block_size
-SHAPES = [(2, 1, 64, 16), (1, 3, 64, 32), (1, 4, 80, 16), (1, 7, 128, 128), (1, 8, 96, 64), (1, 16, 256, 16)]
+SHAPES = [
+    (2, 1, 64, 16),
+    (2, 2, 8, 16),
+    (1, 3, 64, 32),
+    (1, 4, 80, 16),
+    (1, 7, 128, 128),
+    (1, 8, 96, 64),
+    (1, 16, 256, 16),
+]
 LENGTHS = [0, 1, 15, 16, 17, 130, 2 * MIN_SPLIT_TOKENS + 30]
 
 
