@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from kernels.errors import UnavailableError
 from shared.models.cache import cache_root, locked, new_file
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ class Isa:
     needs: frozenset[str]
 
 
-_AVX2 = frozenset("avx avx2 bmi1 bmi2 f16c fma movbe".split())
-_AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_AVX2 = frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"])
+_AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
 ISAS = (
     Isa("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
@@ -52,10 +53,6 @@ ISAS = (
     Isa("avx2", ("-march=x86-64-v3",), _AVX2),
 )
 """Best first."""
-
-
-class BuildError(Exception):
-    """The kernels cannot be compiled here; says why."""
 
 
 def supported(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Isa]:
@@ -68,26 +65,28 @@ def supported(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Isa]:
     return [isa for isa in ISAS if isa.needs <= flags]
 
 
-def choose(environ: Mapping[str, str] = os.environ) -> Isa | None:
-    """The instruction set to use: the best one, or what KERNELS_CPU_ISA names; None for none.
+def choose(environ: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/cpuinfo")) -> Isa:
+    """The instruction set to use: the best one, or what KERNELS_CPU_ISA names.
 
-    Raises ValueError when KERNELS_CPU_ISA names what does not exist or what this processor lacks.
+    Raises UnavailableError when there is none, when KERNELS_CPU_ISA is none, or names one that this processor lacks.
     """
-    found = supported()
+    found = supported(cpuinfo)
     wanted = environ.get("KERNELS_CPU_ISA", "")
     if wanted == "none":
-        return None
+        raise UnavailableError("KERNELS_CPU_ISA is none")
+    if not found:
+        raise UnavailableError("this processor has no AVX2")
     if not wanted:
-        return found[0] if found else None
+        return found[0]
     for isa in found:
         if isa.name == wanted:
             return isa
     names = ", ".join([*(isa.name for isa in found), "none"])
-    raise ValueError(f"KERNELS_CPU_ISA={wanted}: this processor can do {names}")
+    raise UnavailableError(f"KERNELS_CPU_ISA is {wanted}; this processor can do {names}")
 
 
 def library(isa: Isa) -> Path:
-    """The library for ``isa``, compiled now unless it is there. Raises BuildError when that is not possible."""
+    """The library for ``isa``, compiled now unless it is there. Raises UnavailableError when that is not possible."""
     packaged = PACKAGED / f"{isa.name}-{_digest(isa, '')}.so"
     if packaged.exists():
         return packaged
@@ -103,14 +102,14 @@ def library(isa: Isa) -> Path:
                 _compile(compiler, isa, target)
                 log.info("compiled %s in %.0f s", target, time.monotonic() - begin)
     except OSError as error:
-        raise BuildError(f"cannot write {target}: {error.strerror}") from error
+        raise UnavailableError(f"cannot write {target}: {error.strerror}") from error
     return target
 
 
 def _compiler() -> str:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise BuildError("there is no g++ on the PATH (CXX names another compiler)")
+        raise UnavailableError("there is no g++ on the PATH (CXX names another compiler)")
     return compiler
 
 
@@ -143,7 +142,7 @@ def _compile(compiler: str, isa: Isa, target: Path) -> None:
 def _run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if result.returncode:
-        raise BuildError(f"{' '.join(command)} failed:\n{result.stderr[-4000:]}")
+        raise UnavailableError(f"{' '.join(command)} failed:\n{result.stderr[-4000:]}")
 
 
 def main(args: list[str] | None = None) -> int:
@@ -163,7 +162,7 @@ def main(args: list[str] | None = None) -> int:
             if isa.name in wanted and not target.exists():
                 _compile(compiler, isa, target)
                 print(target)
-    except BuildError as error:
+    except UnavailableError as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from kernels import reference
+from kernels.cpu import build
 from kernels.cpu.library import DTYPES, Cache, Library, Scores, Sequences
+
+
+def load() -> CpuKernels:
+    """The kernels for this processor, compiled first if need be. Raises UnavailableError where that cannot be."""
+    return CpuKernels(Library(build.library(build.choose())))
 
 
 class CpuKernels:
@@ -113,18 +121,10 @@ class CpuKernels:
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """``rope`` of queries and keys and ``store_kv`` in one pass over ``qkv [T, H + 2 K, D]``.
-
-        Queries are rotated in place; keys on their way to ``kv``, and stay as they were in ``qkv``.
-        """
         kv_heads = kv.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
         if kv.dtype not in DTYPES or not _dense_rows(qkv):
-            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-            k = k.clone()
-            reference.rope(q, cos_sin, positions)
-            reference.rope(k, cos_sin, positions)
-            return reference.store_kv(k, v, kv, slot_mapping)
+            return reference.rope_store(qkv, kv, cos_sin, positions, slot_mapping)
         self._library.rope_store(
             byref(_cache(kv)),
             qkv.data_ptr(),
@@ -160,9 +160,7 @@ class CpuKernels:
         )
         return out
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dtype not in DTYPES or not residual.is_contiguous():
             return reference.add_rms_norm(x, residual, weight, eps)
         x = x.contiguous()
@@ -213,8 +211,9 @@ class CpuKernels:
         )
         return out
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        """A linear layer over a packed copy of ``weight [outputs, inputs]``; inputs must be even."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+        if weight.dtype not in DTYPES or weight.shape[1] % 2:
+            return partial(F.linear, weight=weight, bias=bias)
         return PackedLinear(self._library, weight, bias)
 
     def _copy(
@@ -232,19 +231,15 @@ class CpuKernels:
 
 
 class PackedLinear:
-    """``x @ weight.T + bias`` over a copy of the weight in the kernel's own order."""
+    """``x @ weight.T + bias`` over a copy of the weight in the kernel's own order; inputs are even."""
 
     def __init__(self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         outputs, inputs = weight.shape
-        if weight.dtype not in DTYPES or inputs % 2:
-            raise ValueError(f"a weight of {inputs} inputs in {weight.dtype} cannot be packed")
         self._library = library
         self._dtype = DTYPES[weight.dtype]
         self.outputs, self.inputs, self.bias = outputs, inputs, bias
         self._packed = torch.empty(library.linear_bytes(self._dtype, outputs, inputs), dtype=torch.uint8)
-        library.linear_pack(
-            self._dtype, weight.contiguous().data_ptr(), self._packed.data_ptr(), outputs, inputs
-        )
+        library.linear_pack(self._dtype, weight.contiguous().data_ptr(), self._packed.data_ptr(), outputs, inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [rows, inputs] in the weight's dtype. Returns [rows, outputs]."""

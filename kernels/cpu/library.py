@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.cpu import build
-
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -49,7 +47,19 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "quire_rope": (None, [c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32]),
     "quire_rope_store": (
         None,
-        [POINTER(Cache), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_float],
+        [
+            POINTER(Cache),
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_int32,
+            c_void_p,
+            c_void_p,
+            c_float,
+        ],
     ),
     "quire_rms_norm": (None, [c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int32]),
     "quire_silu_mul": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32]),
@@ -78,12 +88,3 @@ class Library:
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
         raise AttributeError(f"the library has no function {name}")
-
-
-def load() -> Library | None:
-    """The library for this processor; None where KERNELS_CPU_ISA is none or no instruction set fits.
-
-    Raises BuildError when it has to be compiled and cannot be.
-    """
-    isa = build.choose()
-    return None if isa is None else Library(build.library(isa))

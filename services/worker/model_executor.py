@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import ops
+from kernels.errors import UnavailableError
+from kernels.ops import Kernels, select
 from services.worker import machine
 from services.worker.config import WorkerConfig
 from services.worker.executor import StepOutput
@@ -34,11 +35,18 @@ class ModelExecutor:
         torch.set_num_threads(threads)
         self._device = machine.pick_device(config.device)
         self._dtype = machine.pick_dtype(config.dtype, self._device)
+        self._kernels = _kernels(self._device, config.attention_backend)
         files = locate(config.model, download_dir=config.download_dir, progress=True)
         model = ModelConfig.load(files.folder)
         max_model_len = model.max_model_len(config.max_model_len)
         log.info(
-            "%s: %s, %s on %s, %d threads", files.name, model.architecture, _name(self._dtype), self._device, threads
+            "%s: %s, %s on %s, %d threads, %s kernels",
+            files.name,
+            model.architecture,
+            _name(self._dtype),
+            self._device,
+            threads,
+            self._kernels.name,
         )
         self._decoder = self._load(model, files, max_model_len)
         reserve = _activation_bytes(model, config.max_num_batched_tokens, self._dtype)
@@ -77,7 +85,7 @@ class ModelExecutor:
         step = self._rows.apply(plan)
         if len(plan.copies):
             pairs = self._upload(plan.copies.astype(np.int64))
-            ops.copy_blocks(self._kv, pairs[::2], pairs[1::2])
+            self._kernels.copy_blocks(self._kv, pairs[::2], pairs[1::2])
         if not len(step.positions):
             return StepOutput(no_ids(), no_ids(), {"total": time.perf_counter() - begin})
         hidden = self._decoder.forward(self._batch(step, plan), self._kv)
@@ -90,7 +98,7 @@ class ModelExecutor:
 
     def _load(self, model: ModelConfig, files: ModelFiles, max_model_len: int) -> Decoder:
         begin = time.perf_counter()
-        decoder = Decoder(model, max_model_len, self._dtype, self._device)
+        decoder = Decoder(model, max_model_len, self._dtype, self._device, self._kernels)
         decoder.load(load_weights(files, self._dtype, progress=True))
         log.info("weights loaded in %.1f s", time.perf_counter() - begin)
         return decoder
@@ -136,23 +144,27 @@ class ModelExecutor:
             return np.empty(0, dtype=np.int64)
         logits = self._decoder.logits(hidden[self._upload(step.sample_tokens)])
         rows, slots = self._rows, step.sample_slots
-        if not rows.temperature[slots].any():
-            ids = logits.argmax(-1)
-        else:
-            ids = ops.sample(
-                logits,
-                self._upload(rows.temperature[slots]),
-                self._upload(rows.top_k[slots]),
-                self._upload(rows.top_p[slots]),
-                self._upload(rows.min_p[slots]),
-                self._upload(rows.seed[slots]),
-                self._upload(step.sample_positions),
-            )
+        ids = self._kernels.sample(
+            logits,
+            self._upload(rows.temperature[slots]),
+            self._upload(rows.top_k[slots]),
+            self._upload(rows.top_p[slots]),
+            self._upload(rows.min_p[slots]),
+            self._upload(rows.seed[slots]),
+            self._upload(step.sample_positions),
+        )
         sampled: Ints = ids.cpu().numpy()
         return sampled
 
     def _upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _kernels(device: torch.device, backend: str) -> Kernels:
+    try:
+        return select(device, backend)
+    except UnavailableError as error:
+        raise ConfigError(f"--attention-backend {backend}: {error}") from error
 
 
 def _name(dtype: torch.dtype) -> str:

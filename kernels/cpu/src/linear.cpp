@@ -14,7 +14,8 @@
 namespace quire {
 namespace {
 
-constexpr int kPanel = 2 * W;
+constexpr int kPanel = kTileVectors * W;
+constexpr int kHalf = kPanel / 2;
 
 template <class T>
 struct Packed {
@@ -63,9 +64,10 @@ class Linear {
         panel_(int64_t(steps_) * kPanel) {}
 
   void run(int threads) {
-    const int panels = int((outputs_ + kPanel - 1) / kPanel);
-    // Panels first: every thread then reads its part of the weight once. Rows as well where panels are too few.
-    const int across = std::min(threads, panels);
+    if (rows_ == 0) return;
+    // Columns first: every thread then reads its part of the weight once. Rows as well where columns are too few.
+    const int halves = int((outputs_ + kHalf - 1) / kHalf);
+    const int across = std::min(threads, halves);
     const int down = std::min(threads / across, (rows_ + kTileRows - 1) / kTileRows);
     const L* left = nullptr;
     int64_t stride = 0;
@@ -86,11 +88,11 @@ class Linear {
       const L* const from = wide ? reinterpret_cast<const L*>(wide) : left;
       const int thread = omp_get_thread_num(), i = thread % across, j = thread / across;
       const int row = int(int64_t(rows_) * j / down), row_end = int(int64_t(rows_) * (j + 1) / down);
-      int panel = int(int64_t(panels) * i / across);
-      const int end = int(int64_t(panels) * (i + 1) / across);
-      constexpr int kWide = kTileVectors / 2;
-      for (; panel + kWide <= end; panel += kWide) columns<kTileVectors>(from, stride, panel, row, row_end);
-      for (; panel < end; ++panel) columns<2>(from, stride, panel, row, row_end);
+      int half = int(int64_t(halves) * i / across);
+      const int end = int(int64_t(halves) * (i + 1) / across);
+      if (half % 2 && half < end) columns<kTileVectors / 2>(from, stride, half++, row, row_end);
+      for (; half + 2 <= end; half += 2) columns<kTileVectors>(from, stride, half, row, row_end);
+      if (half < end) columns<kTileVectors / 2>(from, stride, half, row, row_end);
     }
   }
 
@@ -101,17 +103,18 @@ class Linear {
     for (; k < inputs_; ++k) to[k] = to_float(from[k]);
   }
 
+  /// The columns of one panel, or of half of one, for rows row .. row_end - 1.
   template <int VECTORS>
-  void columns(const L* left, int64_t stride, int panel, int row, int row_end) const {
-    const R* right = packed_ + panel * panel_;
+  void columns(const L* left, int64_t stride, int half, int row, int row_end) const {
+    const R* right = packed_ + half / 2 * panel_ + half % 2 * kHalf;
     in_tiles(row_end - row, [&](int first, int size) {
       by_rows(size, [&]<int ROWS>() {
         V c[ROWS][VECTORS];
         for (int i = 0; i < ROWS; ++i)
           for (int j = 0; j < VECTORS; ++j) c[i][j] = zero();
-        multiply<ROWS, VECTORS, R>(c, left + (row + first) * stride, stride, right, panel_, steps_);
+        multiply<kTileVectors>(c, left + (row + first) * stride, stride, right, panel_, steps_);
         for (int i = 0; i < ROWS; ++i)
-          for (int j = 0; j < VECTORS; ++j) put(c[i][j], row + first + i, int64_t(panel) * kPanel + j * W);
+          for (int j = 0; j < VECTORS; ++j) put(c[i][j], row + first + i, int64_t(half) * kHalf + j * W);
       });
     });
   }

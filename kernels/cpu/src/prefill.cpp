@@ -232,7 +232,7 @@ class Prefill {
     V c[ROWS][VECTORS];
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < VECTORS; ++j) c[i][j] = zero();
-    multiply<ROWS, VECTORS, E>(c, q, entries, keys, int64_t(entries) * kPanel, entries);
+    multiply<2, ROWS, VECTORS, E>(c, q, entries, keys, int64_t(entries) * kPanel, entries);
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < VECTORS; ++j) store(scores + i * kKeys + j * W, c[i][j]);
   }
@@ -270,7 +270,7 @@ class Prefill {
     V c[ROWS][VECTORS];
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < VECTORS; ++j) c[i][j] = mul(load(acc + i * padded_ + j * W), set1(shrink[i]));
-    multiply<ROWS, VECTORS, E>(c, weights, kStride, values, int64_t(kStride) * kPanel, steps);
+    multiply<2, ROWS, VECTORS, E>(c, weights, kStride, values, int64_t(kStride) * kPanel, steps);
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < VECTORS; ++j) store(acc + i * padded_ + j * W, c[i][j]);
   }

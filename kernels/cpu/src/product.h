@@ -1,8 +1,8 @@
 // The matrix product under packed linear and prefill attention: a few rows of a row-major left side times a packed
 // right side, kept in registers.
 //
-// The right side [steps, columns] is packed in panels of 2 W columns: panel p holds, for each step, the 2 W entries of
-// columns 2 W p ... An entry is one element, or a pair of bf16 that are neighbours along the summed dimension (a step
+// The right side [steps, columns] is packed in panels of a few vectors of columns: a panel holds, for each step, the
+// entries of its columns. An entry is one element, or a pair of bf16 that are neighbours along the summed dimension (a step
 // then covers two elements); the left side has matching entries, as floats or as pairs of its own.
 #pragma once
 #include "vec.h"
@@ -35,13 +35,15 @@ inline V multiply_add(__m512i left, __m512i right, V acc) { return dot_pairs(acc
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = W == 16 ? 4 : 2;
 
-/// c[i][j] += sum over steps of left[i * stride + step] * right, column vector j. panel: entries between panels.
-template <int ROWS, int VECTORS, class R>
+/// c[i][j] += sum over steps of left[i * stride + step] * right, column vector j. PANEL: vectors of columns in a panel;
+/// panel: entries from one to the next.
+template <int PANEL, int ROWS, int VECTORS, class R>
 inline void multiply(V (&c)[ROWS][VECTORS], const typename Left<R>::type* left, int64_t stride, const R* right,
                      int64_t panel, int steps) {
   for (int k = 0; k < steps; ++k) {
     decltype(load_right(right)) columns[VECTORS];
-    for (int j = 0; j < VECTORS; ++j) columns[j] = load_right(right + j / 2 * panel + k * 2 * W + j % 2 * W);
+    for (int j = 0; j < VECTORS; ++j)
+      columns[j] = load_right(right + j / PANEL * panel + (k * PANEL + j % PANEL) * W);
     for (int i = 0; i < ROWS; ++i) {
       const auto row = broadcast(left + i * stride + k);
       for (int j = 0; j < VECTORS; ++j) c[i][j] = multiply_add(row, columns[j], c[i][j]);
