@@ -40,8 +40,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from benchmarks import engines, measure, processes
 from benchmarks.answers import same_ids
 from benchmarks.drive import Sender
@@ -365,7 +363,7 @@ def main() -> int:
     try:
         trace = read_trace(options.trace) if options.trace else []
         comparison = Comparison(options, chosen_engines(options), trace)
-        uvloop.run(comparison.run(logs))
+        engines.run(comparison.run(logs))
     except (EngineError, OSError, ValueError) as error:
         print(f"compare: {error}\nlogs: {logs}", file=sys.stderr)
         return 2

@@ -23,8 +23,8 @@ WARM_UP = 10**9  # an id no request has
 
 def openvino(folder: str, cache_gib: int) -> Callable[[list[dict[str, Any]], int], dict[str, Any]]:
     import numpy as np
-    import openvino
-    import openvino_genai
+    import openvino  # type: ignore[import-not-found]
+    import openvino_genai  # type: ignore[import-not-found]
 
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = cache_gib

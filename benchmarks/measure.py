@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.answers import Answer
@@ -115,7 +116,7 @@ def long_prompt(drive: Drive, streams: int) -> dict[str, float]:
         [
             after - before
             for answer in running
-            for before, after in zip(answer.times, answer.times[1:], strict=False)
+            for before, after in pairwise(answer.times)
             if low <= before and after <= high
         ]
         for low, high in ((begin, arrives), (arrives, min(end, long[-1].times[-1])))
