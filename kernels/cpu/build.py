@@ -1,6 +1,6 @@
 """Compiles the CPU kernels, one shared library per instruction set, and finds the one for this processor.
 
-At install or image build, ``python -m kernels.cpu.build`` puts libraries for all instruction sets beside this module,
+At install or image build, ``python -m kernels.cpu`` puts libraries for all instruction sets beside this module,
 where any processor then finds its own. From a checkout, the one needed is compiled on first use into the user's
 cache. Either way its name carries a hash of sources, flags and compiler, so that a changed source never meets an old
 library.
@@ -8,13 +8,11 @@ library.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +31,9 @@ PACKAGED = Path(__file__).parent / "lib"
 # No -ffast-math: masks are infinities, and memory that is not read may hold NaN. No -march=native: a library must run
 # on every processor that has the flags it is chosen by.
 FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp", "-fvisibility=hidden")
+
+_TIMEOUT = 1800.0
+"""Seconds for one file; it takes 20 on an idle core."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,15 @@ def library(isa: Isa) -> Path:
     return target
 
 
+def package(isa: Isa) -> Path:
+    """The library for ``isa`` beside this module, compiled now unless it is there. Raises UnavailableError."""
+    target = PACKAGED / f"{isa.name}-{_digest(isa, '')}.so"
+    if not target.exists():
+        PACKAGED.mkdir(exist_ok=True)
+        _compile(_compiler(), isa, target)
+    return target
+
+
 def _compiler() -> str:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -114,7 +124,7 @@ def _compiler() -> str:
 
 
 def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    return _run([compiler, "--version"])
 
 
 def _digest(isa: Isa, compiler: str) -> str:
@@ -139,34 +149,12 @@ def _compile(compiler: str, isa: Isa, target: Path) -> None:
             _run([compiler, *FLAGS, *isa.flags, "-shared", *map(str, objects), "-o", str(part)])
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+def _run(command: list[str]) -> str:
+    """What the command prints. Raises UnavailableError when it fails or takes longer than _TIMEOUT."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"cannot compile: {error}") from error
     if result.returncode:
         raise UnavailableError(f"{' '.join(command)} failed:\n{result.stderr[-4000:]}")
-
-
-def main(args: list[str] | None = None) -> int:
-    """``python -m kernels.cpu.build [isa ...]``: compiles libraries into the package, for all instruction sets."""
-    names = [isa.name for isa in ISAS]
-    parser = argparse.ArgumentParser(prog="python -m kernels.cpu.build", description="Compile the CPU kernels.")
-    parser.add_argument("isa", nargs="*", help=f"which: {', '.join(names)} (default: all)")
-    wanted = parser.parse_args(args).isa or names
-    for name in wanted:
-        if name not in names:
-            parser.error(f"unknown instruction set {name!r}; there are {', '.join(names)}")
-    PACKAGED.mkdir(exist_ok=True)
-    try:
-        compiler = _compiler()
-        for isa in ISAS:
-            target = PACKAGED / f"{isa.name}-{_digest(isa, '')}.so"
-            if isa.name in wanted and not target.exists():
-                _compile(compiler, isa, target)
-                print(target)
-    except UnavailableError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return result.stdout
