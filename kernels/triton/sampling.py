@@ -20,7 +20,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = tl.constexpr(0x94D049BB133111EB)
 _LARGEST = tl.constexpr(1.0 - 2.0**-24)  # the float32 below 1
-_CUT_TOKENS = 4096
+_CUT_TOKENS = 2048
 _DRAW_TOKENS = 4096
 
 

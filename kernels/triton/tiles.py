@@ -39,7 +39,9 @@ def decode_tile(head_dim: int, dtype: torch.dtype) -> Tile:
         return Tile(16, 32, 4, 2) if head_dim <= 64 else Tile(16, 16, 8, 2 if head_dim <= 128 else 1)
     if backend == "hip":
         return Tile(16, 32, 4, 2)
-    return Tile(16, 64, 4, 3) if head_dim <= 128 else Tile(16, 32, 8, 2)
+    if head_dim <= 128:
+        return Tile(16, 64, 4, 2 if head_dim <= 64 else 3)
+    return Tile(16, 32, 8, 2)
 
 
 def prefill_tile(head_dim: int, dtype: torch.dtype) -> Tile:
