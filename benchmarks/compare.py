@@ -36,7 +36,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,9 @@ from benchmarks.stats import in_turn
 
 RESULTS = Path(__file__).parent / "results"
 PREFIX_COMMON, PREFIX_OWN, PREFIX_OUTPUT = 512, 32, 16
-LONG_STREAM_INPUT, LONG_STREAM_OUTPUT, LONG_OUTPUT, LONG_MOST, LONG_QUIET = 128, 512, 8, 8, 5.0
+LONG_STREAM_INPUT, LONG_STREAM_OUTPUT, LONG_OUTPUT, LONG_MOST = 128, 512, 8, 8
 WARM_UP = -1  # the unmeasured round's number
-WARM_UP_CONCURRENCY = 16
+WARM_UP_CONCURRENCY, WARM_UP_OUTPUT = 16, 64
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,11 @@ class Comparison:
         base: list[list[int]] = []
         for name, engine in self._engines.items():
             result = await self._round(engine, load, WARM_UP, logs)
-            base = base or result.ids
-            count = min(len(base), len(result.ids))
-            self.report.add_same_ids(str(load), name, same_ids(base[:count], result.ids[:count]))
+            if not base:
+                base = result.ids
+            else:
+                count = min(len(base), len(result.ids))
+                self.report.add_same_ids(str(load), name, same_ids(base[:count], result.ids[:count]))
             progress(f"{load}, warm-up, {name}: {len(result.faults)} wrong answers")
             for fault in result.faults[:3]:
                 progress(f"  {fault}")
@@ -136,7 +138,7 @@ class Comparison:
         concurrency = engine.concurrency or int(load.level)
         if index == WARM_UP and load.kind != "long":
             concurrency = min(concurrency, WARM_UP_CONCURRENCY)
-            requests = requests[:concurrency]
+            requests = [replace(one, max_tokens=min(one.max_tokens, WARM_UP_OUTPUT)) for one in requests[:concurrency]]
         if engine.requests:
             requests = requests[: engine.requests]
         if engine.run:
@@ -163,7 +165,7 @@ class Comparison:
         before = processes.cpu_seconds(processes.tree(endpoint.pid)) if endpoint.pid else {}
         async with processes.watched_memory(endpoint.pid) as peak:
             if load.kind == "long":
-                drive = await sender.streams_with_long(requests, self._long_requests(index), LONG_QUIET)
+                drive = await sender.streams_with_long(requests, self._long_requests(index), LONG_STREAM_OUTPUT // 3)
                 metrics = measure.long_prompt(drive, len(requests))
             elif load.kind == "trace":
                 drive = await sender.open(requests)
@@ -378,7 +380,7 @@ def main() -> int:
         "rounds": [result.plain() for result in report.results],
     }
     target.write_text(json.dumps(results, indent=1))
-    print(f"\n{options.rounds} interleaved rounds; medians, in brackets least and greatest")
+    print(f"\nmedians over {options.rounds} interleaved rounds, in brackets least and greatest")
     if len(results["engines"]) > 1:
         print(f"\n{report.ratios()}")
     print(f"\n{report.values()}\n\nresults: {target}; logs: {logs}")

@@ -95,9 +95,9 @@ class Sender:
 
         return await _timed([sent], run)
 
-    async def streams_with_long(self, streams: Sequence[Request], long: Sequence[Request], quiet: float) -> Drive:
-        """All streams at once; once every one has given output and ``quiet`` seconds have passed, the long prompts, one
-        after the other, for as long as all streams run. Unsent ones are left out of the answers.
+    async def streams_with_long(self, streams: Sequence[Request], long: Sequence[Request], after: int) -> Drive:
+        """All streams at once; once every one has sent ``after`` segments (a token each, as servers write them), the
+        long prompts, one after the other, for as long as all streams run. Unsent ones are left out of the answers.
         """
         sent, sent_long = self.encode(streams), self.encode(long)
 
@@ -108,13 +108,10 @@ class Sender:
         async def run() -> None:
             tasks = [asyncio.create_task(one(index)) for index in range(len(streams))]
             try:
-                waiting = list(sent.recordings)
-                while waiting and not any(task.done() for task in tasks):
+                while min(len(one.segments) for one in sent.recordings) < after and not _any_done(tasks):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
-                    waiting = [one for one in waiting if not _has_output(one)]
-                await asyncio.wait(tasks, timeout=quiet, return_when=asyncio.FIRST_COMPLETED)
                 for index in range(len(long)):
-                    if any(task.done() for task in tasks):
+                    if _any_done(tasks):
                         break
                     sent_long.due[index] = time.perf_counter()
                     (await self._post(sent_long, index, client.Connection())).close()
@@ -139,9 +136,8 @@ class Sender:
         return connection
 
 
-def _has_output(recording: client.Recording) -> bool:
-    """Two events: the first may be empty."""
-    return sum(segment.count(b"data:") for segment in recording.segments) > 1
+def _any_done(tasks: list[asyncio.Task[None]]) -> bool:
+    return any(task.done() for task in tasks)
 
 
 async def _all(coroutines: list[Awaitable[None]]) -> None:

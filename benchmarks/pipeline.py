@@ -5,6 +5,10 @@
 
 The load generator runs on the same machine; its CPU time is told apart. Answers are --output tokens long, give or take
 a quarter, so that streams neither start nor end together.
+
+With tokens at once the scheduler runs ahead of what is behind it, and events carry several tokens each: that is the
+pipeline's greatest rate. --step-ms paces the worker as a device would (256 streams in steps of 12 ms are at most 21,333
+tokens/s): then events per token tell whether the pipeline keeps up with single tokens.
 """
 
 from __future__ import annotations
@@ -135,9 +139,8 @@ def run_of(gateways: int, tokenizers: int, drive: Drive, cpu: Mapping[str, float
 async def pipeline(options: argparse.Namespace, gateways: int, tokenizers: int, logs: Path) -> list[Run]:
     blocks = 2 + options.streams * (1 + (options.input + options.output * 5 // 4) // 16)
     args = f"--worker null --gateways {gateways} --tokenizers {tokenizers} --max-num-seqs {options.streams}"
-    engine = engines.quire(
-        f"quire-{gateways}x{tokenizers}", f"{args} --num-gpu-blocks-override {blocks} {options.args}"
-    )
+    args += f" --null-step-ms {options.step_ms:g} --num-gpu-blocks-override {blocks} {options.args}"
+    engine = engines.quire(f"quire-{gateways}x{tokenizers}", args)
     return await runs_of(engine, options, gateways, tokenizers, logs)
 
 
@@ -189,6 +192,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--input", type=int, default=32, help="prompt tokens")
     add("--output", type=int, default=128, help="mean output tokens")
     add("--rounds", type=int, default=3)
+    add("--step-ms", type=float, default=0.0, help="a step of the null worker takes this long; 0: tokens at once")
     add("--args", default="", help="further arguments of quire serve")
     add("--no-bare", action="store_true", help="without the bare SSE loop")
     add("--timeout", type=float, default=120.0, help="seconds one answer may take")
