@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kernels.errors import UnavailableError
+from shared.errors import ConfigError
 from shared.models.cache import cache_root, locked, new_file
 
 log = logging.getLogger(__name__)
@@ -92,18 +93,18 @@ def library(isa: Isa) -> Path:
     if packaged.exists():
         return packaged
     compiler = _compiler()
-    target = cache_root() / "kernels" / f"{isa.name}-{_digest(isa, _version(compiler))}.so"
-    if target.exists():
-        return target
     try:
+        target = cache_root() / "kernels" / f"{isa.name}-{_digest(isa, _version(compiler))}.so"
+        if target.exists():
+            return target
         with locked(target):
             if not target.exists():
                 log.warning("compiling CPU kernels for %s (once, about a minute)", isa.name)
                 begin = time.monotonic()
                 _compile(compiler, isa, target)
                 log.info("compiled %s in %.0f s", target, time.monotonic() - begin)
-    except OSError as error:
-        raise UnavailableError(f"cannot write {target}: {error.strerror}") from error
+    except (OSError, ConfigError) as error:
+        raise UnavailableError(f"cannot keep compiled kernels: {error}") from error
     return target
 
 

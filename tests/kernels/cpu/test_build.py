@@ -97,9 +97,17 @@ def test_packaged_libraries_need_no_compiler(tmp_path: Path, monkeypatch: pytest
         build.library(isa)
 
 
+def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = small(monkeypatch, tmp_path, "int one() { return 1; }")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UnavailableError, match="cannot keep compiled kernels: cannot make"):
+        build.library(isa)
+
+
 def test_an_error_of_the_compiler_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     isa = small(monkeypatch, tmp_path, "int one() { return nothing; }")
-    with pytest.raises(UnavailableError, match="nothing.* was not declared"):
+    with pytest.raises(UnavailableError, match=r"nothing.* was not declared"):
         build.library(isa)
     assert not list((tmp_path / "cache" / "kernels").glob("*.so"))
     assert main([isa.name]) == 1
