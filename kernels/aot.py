@@ -219,6 +219,7 @@ def build(launch: Launch, case: str, target: Target) -> Report:
     else:
         code = compiled.asm["amdgcn"]
         registers = _largest(r"\.vgpr_count:\s*(\d+)", code)
+        # scalar registers spill to vector registers, not to memory: not counted
         spilled = _largest(r"\.vgpr_spill_count:\s*(\d+)", code) + _largest(r";\s*ScratchSize:\s*(\d+)", code)
         wide = len(re.findall(r"(?:global|buffer)_load_dwordx4", code))
         multiply = "v_mfma" if "v_mfma" in code else "-"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ from kernels.triton.warmup import Shapes, warm_up
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
+ROOT = Path(__file__).parents[3]
 SMOLLM2 = Shapes(heads=9, hidden=576, intermediate=1536, vocab=49152, qk_norm=True)
 
 
 @pytest.mark.timeout(900)
 def test_every_kernel_compiles_within_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "kernels.aot"], capture_output=True, text=True, timeout=880)
+    done = subprocess.run([sys.executable, "-m", "kernels.aot"], cwd=ROOT, capture_output=True, text=True, timeout=880)
     with capsys.disabled():
         print("\n" + done.stdout)
     assert done.returncode == 0, done.stderr
