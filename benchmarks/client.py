@@ -23,7 +23,6 @@ EVENT = re.compile(rb"^data:[ ]?(.*?)\r?\n", re.MULTILINE)
 class Recording:
     """What a request's connection carried: segments, when they came (perf_counter), and how it failed if it did."""
 
-    sent: float = 0.0
     segments: list[bytes] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     error: str = ""
@@ -48,6 +47,7 @@ class Connection(asyncio.Protocol):
         self._left: int | None = None  # bytes until the answer's end; None: until its last chunk, or the stream's end
         self._chunked = False
         self._headers_read = False
+        self._last = False  # the server said that it closes the connection after this answer
 
     @classmethod
     async def open(cls, url: str) -> Connection:
@@ -57,7 +57,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return self._transport is not None and not self._transport.is_closing() and not self._last
 
     def close(self) -> None:
         if self._transport is not None:
@@ -68,7 +68,6 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._recording, self._ended = recording, asyncio.get_running_loop().create_future()
         self._left, self._chunked, self._headers_read = None, False, False
-        recording.sent = time.perf_counter()
         self._transport.write(request)
         try:
             async with asyncio.timeout(timeout):
@@ -107,6 +106,7 @@ class Connection(asyncio.Protocol):
         self._headers_read = True
         headers = _headers(head)
         self._chunked = headers.get(b"transfer-encoding", b"").lower() == b"chunked"
+        self._last = headers.get(b"connection", b"").lower() == b"close"
         if b"content-length" in headers:
             self._left = int(headers[b"content-length"]) - len(body)
 

@@ -129,6 +129,7 @@ class Sender:
         recording = sent.recordings[index]
         try:
             if not connection.usable:
+                connection.close()
                 connection = await client.Connection.open(self._endpoint.url)
             await connection.post(sent.payloads[index], recording, self._timeout)
         except OSError as error:

@@ -52,7 +52,7 @@ class Engine:
     env: dict[str, str] = field(default_factory=dict)
     concurrency: int = 0
     requests: int = 0
-    start_timeout: float = 300.0
+    start_timeout: float = 900.0
 
     def __post_init__(self) -> None:
         if self.start and self.run:

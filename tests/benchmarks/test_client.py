@@ -45,7 +45,7 @@ ASKED = Request(prompt=[7, 8, 9], prompt_tokens=3, max_tokens=3)
 
 
 def test_events_come_when_their_last_byte_came() -> None:
-    recording = client.Recording(0.0, SEGMENTS, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    recording = client.Recording(SEGMENTS, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert [at for at, _ in client.read(recording).events] == [2.0, 4.0, 5.0, 5.0, 6.0, 6.0]
     answer = answers.read(ASKED, 1.5, recording)
     assert answer.faults() == []
@@ -56,7 +56,7 @@ def test_events_come_when_their_last_byte_came() -> None:
 
 def test_segments_may_break_anywhere() -> None:
     raw = b"".join(SEGMENTS)
-    bytewise = client.Recording(0.0, [raw[index : index + 1] for index in range(len(raw))], list(range(len(raw))))
+    bytewise = client.Recording([raw[index : index + 1] for index in range(len(raw))], list(range(len(raw))))
     answer = answers.read(ASKED, 0.0, bytewise)
     assert answer.faults() == []
     done_end = raw.index(b'"c"') + raw[raw.index(b'"c"') :].index(b"\n")
@@ -76,12 +76,12 @@ def test_segments_may_break_anywhere() -> None:
     ],
 )
 def test_faults_are_told(segments: list[bytes], fault: str) -> None:
-    recording = client.Recording(0.0, segments, [float(index) for index in range(len(segments))])
+    recording = client.Recording(segments, [float(index) for index in range(len(segments))])
     assert fault in " ".join(answers.read(ASKED, 0.0, recording).faults())
 
 
 def test_wrong_numbers_of_tokens_are_told() -> None:
-    recording = client.Recording(0.0, SEGMENTS, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    recording = client.Recording(SEGMENTS, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     faults = answers.read(Request([1] * 5, 5, 4), 0.0, recording).faults()
     assert faults == ["3 output tokens, 4 asked for", "3 prompt tokens counted, 5 sent"]
 
@@ -96,12 +96,21 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
 
 def drive(handler: Handler, count: int, concurrency: int, timeout: float = 10.0) -> list[answers.Answer]:
+    serving: set[asyncio.Task[None]] = set()
+
+    async def tracked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())  # type: ignore[arg-type]
+        await handler(reader, writer)
+        await writer.wait_closed()
+
     async def main() -> list[answers.Answer]:
-        server = await asyncio.start_server(handler, "127.0.0.1", 0)
+        server = await asyncio.start_server(tracked, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         endpoint = Endpoint(Engine("test", url=url, ids="return_token_ids"), url, "m", None)
         async with server:
-            return (await Sender(endpoint, timeout, ids=True).closed([ASKED] * count, concurrency)).answers
+            found = await Sender(endpoint, timeout, ids=True).closed([ASKED] * count, concurrency)
+            await asyncio.wait(serving, timeout=10)
+            return found.answers
 
     return asyncio.run(main())
 
@@ -143,6 +152,21 @@ def test_requests_are_as_asked_and_connections_are_kept() -> None:
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
+
+
+def test_a_connection_that_is_to_be_closed_is_not_used_again() -> None:
+    connections = 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await read_request(reader)
+        writer.write(b"".join(SEGMENTS).replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+        await asyncio.sleep(0.05)  # the client must go by the header: the connection still stands
+        writer.close()
+
+    assert [answer.faults() for answer in drive(handler, count=3, concurrency=1)] == [[]] * 3
+    assert connections == 3
 
 
 def test_a_lost_connection_is_told_and_the_next_request_goes_on() -> None:
