@@ -53,7 +53,7 @@ RESULTS = Path(__file__).parent / "results"
 PREFIX_COMMON, PREFIX_OWN, PREFIX_OUTPUT = 512, 32, 16
 LONG_STREAM_INPUT, LONG_STREAM_OUTPUT, LONG_OUTPUT, LONG_MOST = 128, 512, 8, 8
 WARM_UP = -1  # the unmeasured round's number
-WARM_UP_CONCURRENCY, WARM_UP_OUTPUT = 16, 64
+WARM_UP_REQUESTS, WARM_UP_OUTPUT = 16, 64
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Comparison:
         requests = self._requests(load, index)
         concurrency = engine.concurrency or int(load.level)
         if index == WARM_UP and load.kind != "long":
-            concurrency = min(concurrency, WARM_UP_CONCURRENCY)
-            requests = [replace(one, max_tokens=min(one.max_tokens, WARM_UP_OUTPUT)) for one in requests[:concurrency]]
+            few = requests[: min(WARM_UP_REQUESTS, math.ceil(load.level))]
+            requests = [replace(one, max_tokens=min(one.max_tokens, WARM_UP_OUTPUT), at=0.0) for one in few]
         if engine.requests:
             requests = requests[: engine.requests]
         if engine.run:
@@ -161,8 +161,7 @@ class Comparison:
         self, endpoint: Endpoint, load: Load, index: int, requests: list[Request], concurrency: int
     ) -> Result:
         sender = Sender(endpoint, self._options.timeout, ids=index == WARM_UP)
-        machine = processes.machine_cpu()
-        before = processes.cpu_seconds(processes.tree(endpoint.pid)) if endpoint.pid else {}
+        meter = processes.Meter(processes.tree(endpoint.pid) if endpoint.pid else [])
         async with processes.watched_memory(endpoint.pid) as peak:
             if load.kind == "long":
                 drive = await sender.streams_with_long(requests, self._long_requests(index), LONG_STREAM_OUTPUT // 3)
@@ -173,9 +172,6 @@ class Comparison:
             else:
                 drive = await sender.closed(requests, concurrency)
                 metrics = measure.general(drive) | {"hit_rate": measure.hit_rate(drive.answers)}
-        after = processes.cpu_seconds(processes.tree(endpoint.pid)) if endpoint.pid else {}
-        used = sum(cpu - before.get(pid, 0.0) for pid, cpu in after.items())
-        others = processes.machine_cpu() - machine - used - drive.cpu
         return Result(
             engine=endpoint.engine.name,
             load=str(load),
@@ -186,9 +182,9 @@ class Comparison:
             seconds=drive.seconds,
             faults=measure.faults(drive.answers),
             memory=peak.bytes,
-            engine_cpu_s=used,
+            engine_cpu_s=sum(meter.used().values()),
             client_cpu_s=drive.cpu,
-            others_share=max(0.0, others) / drive.seconds / (os.cpu_count() or 1),
+            others_share=meter.others_share(),
             ids=[answer.ids for answer in drive.answers],
         )
 
@@ -363,29 +359,37 @@ def main() -> int:
     started = time.strftime("%Y%m%d-%H%M%S")
     logs = Path(tempfile.mkdtemp(prefix="quire-compare-"))
     try:
-        trace = read_trace(options.trace) if options.trace else []
-        comparison = Comparison(options, chosen_engines(options), trace)
+        chosen = chosen_engines(options)
+        comparison = Comparison(options, chosen, read_trace(options.trace) if options.trace else [])
+    except (EngineError, OSError, ValueError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    report, failed = comparison.report, False
+    try:
         engines.run(comparison.run(logs))
     except (EngineError, OSError, ValueError) as error:
         print(f"compare: {error}\nlogs: {logs}", file=sys.stderr)
+        failed = True
+    if not report.results:
         return 2
-    report = comparison.report
     target = options.json or RESULTS / f"compare-{started}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     results = {
         "command": sys.argv,
         "started": started,
         "machine": machine(),
-        "engines": [{"name": one.name, "start": one.start, "run": one.run} for one in chosen_engines(options)],
+        "engines": [{"name": one.name, "start": one.start, "run": one.run} for one in chosen],
         "rounds": [result.plain() for result in report.results],
     }
     target.write_text(json.dumps(results, indent=1))
     print(f"\nmedians over {options.rounds} interleaved rounds, in brackets least and greatest")
-    if len(results["engines"]) > 1:
+    if len(chosen) > 1:
         print(f"\n{report.ratios()}")
     print(f"\n{report.values()}\n\nresults: {target}; logs: {logs}")
     busiest = max((one.others_share for one in report.results if not math.isnan(one.others_share)), default=0.0)
     print(f"other processes used at most {busiest:.0%} of the machine in a round")
+    if failed:
+        return 2
     return 1 if any(result.faults for result in report.results) else 0
 
 

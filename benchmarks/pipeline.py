@@ -114,12 +114,10 @@ async def measured(endpoint: Endpoint, options: argparse.Namespace, seed: str) -
     assert endpoint.pid is not None
     wanted = requests(options, seed, options.requests or 8 * options.streams)
     named = names(processes.tree(endpoint.pid))
-    machine_before, before = processes.machine_cpu(), processes.cpu_seconds(list(named))
+    meter = processes.Meter(list(named))
     drive = await Sender(endpoint, options.timeout).closed(wanted, options.streams)
-    after, machine_after = processes.cpu_seconds(list(named)), processes.machine_cpu()
-    used = {named[pid]: cpu - before[pid] for pid, cpu in after.items()}
-    others = machine_after - machine_before - sum(used.values()) - drive.cpu
-    return drive, {**used, CLIENT: drive.cpu}, max(0.0, others) / drive.seconds / (os.cpu_count() or 1)
+    used = {named[pid]: cpu for pid, cpu in meter.used().items()}
+    return drive, {**used, CLIENT: drive.cpu}, meter.others_share()
 
 
 def run_of(gateways: int, tokenizers: int, drive: Drive, cpu: Mapping[str, float], others: float) -> Run:

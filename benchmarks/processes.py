@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -64,6 +65,24 @@ def machine_cpu() -> float:
     fields = [int(field) for field in (PROC / "stat").read_text().splitlines()[0].split()[1:]]
     idle = fields[3] + fields[4]
     return (sum(fields[:8]) - idle) / TICKS
+
+
+class Meter:
+    """CPU use from its making on: of these processes, and of everything on the machine but them and this process."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._start = cpu_seconds(pids)
+        self._machine, self._own, self._time = machine_cpu(), time.process_time(), time.perf_counter()
+
+    def used(self) -> dict[int, float]:
+        """Seconds by process."""
+        return {pid: cpu - self._start[pid] for pid, cpu in cpu_seconds(list(self._start)).items()}
+
+    def others_share(self) -> float:
+        """Share of the machine that others used, 0 to 1."""
+        ours = sum(self.used().values()) + time.process_time() - self._own
+        most = (time.perf_counter() - self._time) * (os.cpu_count() or 1)
+        return max(0.0, machine_cpu() - self._machine - ours) / most
 
 
 @dataclass

@@ -35,8 +35,11 @@ class Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Ours over theirs, round by round: rounds that lie side by side share the machine's mood, medians do not."""
-    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True) if b])
+    """Ours over theirs, round by round: rounds that lie side by side share the machine's mood, medians do not.
+
+    A last round that only one of them has, because the run broke off, is left out.
+    """
+    return Spread.of([a / b for a, b in zip(ours, theirs, strict=False) if b])
 
 
 def in_turn(names: Sequence[str], round_index: int) -> list[str]:

@@ -96,6 +96,17 @@ def test_pipeline(tmp_path: Path) -> None:
     assert 0 < quire["events_per_token"] <= 1
 
 
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(IN_PROCESS + "sys.exit(3 if count == 8 else 0)")
+    peers, target = tmp_path / "peers.toml", tmp_path / "results.json"
+    peers.write_text(f'[other]\nrun = "{sys.executable} {tmp_path}/fails.py {{file}} 1"\n')
+    load = ("--quire", "null=--worker null", "--load", "fixed:1", "--requests", "2", "--output", "4", "--rounds", "1")
+    ended = run("benchmarks.compare", *load, "--peers", str(peers), "--json", str(target))
+    assert ended.returncode == 2
+    assert "other ended with code 3" in ended.stderr
+    assert [one["engine"] for one in json.loads(target.read_text())["rounds"]] == ["null"]
+
+
 def test_a_server_that_cannot_start_is_told() -> None:
     ended = run("benchmarks.compare", "--quire", "quire=--no-such-flag", "--load", "fixed:1")
     assert ended.returncode == 2

@@ -89,6 +89,9 @@ def test_memory_and_cpu_of_a_tree(tmp_path: Path) -> None:
 
             # Two blocks of 50 MiB and two interpreters of some 10.
             assert 100 << 20 < asyncio.run(watch())["anon"] < 160 << 20
+            meter = processes.Meter(pids)
+            assert sum(meter.used().values()) <= 0.02  # both sleep
+            assert 0 <= meter.others_share() <= 1.5
             cpu = processes.cpu_seconds(pids)
             assert all(0.45 < used < 1.5 for used in cpu.values())
         finally:

@@ -36,6 +36,7 @@ def test_ratios_pair_rounds() -> None:
     # The machine was twice as slow in the second round: each round still says 3x.
     assert ratios([6.0, 3.0, 6.0], [2.0, 1.0, 2.0]) == Spread(3.0, 3.0, 3.0)
     assert ratios([1.0, 4.0], [2.0, 1.0]) == Spread(2.25, 0.5, 4.0)
+    assert ratios([1.0, 4.0, 9.0], [2.0, 1.0]) == Spread(2.25, 0.5, 4.0)  # the run broke off
 
 
 def test_each_engine_has_each_place_equally_often() -> None:
