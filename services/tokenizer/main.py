@@ -12,9 +12,10 @@ import uvloop
 from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.service import Service
 from services.tokenizer.tokenizer import Tokenizer
-from shared import lifeline, log, options
+from shared import log, options
 from shared.config import describe, parse
 from shared.errors import ConfigError
+from shared.lifeline import Lifeline
 from shared.models import locate
 from shared.transport import Endpoint, Security
 
@@ -54,5 +55,7 @@ async def _serve(config: TokenizerConfig, tokenizer: Tokenizer, security: Securi
     def on_reason(why: str) -> None:  # in the lifeline's thread
         loop.call_soon_threadsafe(service.stop, why, 1)
 
-    lifeline.watch(on_reason)
+    line = Lifeline()
+    line.watch(on_reason)
+    line.beat_in(loop)
     return await service.run()
