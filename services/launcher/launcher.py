@@ -102,7 +102,9 @@ class Launcher:
         for index in range(config.scheduler.tensor_parallel_size):
             self._start("worker", index, dataclasses.replace(config.worker, index=index, connect=base))
         for index in range(config.launcher.tokenizers):
-            self._start("tokenizer", index, dataclasses.replace(config.tokenizer, index=index, connect=base))
+            # --bind is the scheduler's here; a tokenizer takes a free address beside it and tells it.
+            tokenizer = dataclasses.replace(config.tokenizer, index=index, connect=base, bind="")
+            self._start("tokenizer", index, tokenizer)
         for index in range(config.launcher.gateways):
             fd = self._socket.fileno()
             self._start("gateway", index, dataclasses.replace(config.gateway, index=index, fd=fd, connect=base), [fd])
