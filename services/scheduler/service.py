@@ -239,6 +239,7 @@ class SchedulerService:
                 vocab_size=memory.vocab_size,
                 eos_ids=memory.eos_ids,
                 model_digest=memory.model_digest,
+                model_name=memory.model_name,
             ),
         )
         if peer.identity.role == "gateway":

@@ -258,6 +258,7 @@ class Service:
                 limits.vocab_size,
                 limits.eos_ids,
                 limits.model_digest,
+                limits.model_name,
             ),
         )
 

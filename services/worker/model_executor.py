@@ -64,7 +64,9 @@ class ModelExecutor:
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             eos_ids=list(model.eos_ids),
-            model_digest=f"{files.digest}-{_name(self._dtype)}",
+            model_digest=files.digest,
+            model_name=files.name,
+            dtype=_name(self._dtype),
         )
         log.info(
             "KV: %d bytes per token, %d blocks of %d, %.1f requests of %d tokens fit",

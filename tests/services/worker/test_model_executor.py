@@ -36,7 +36,8 @@ def test_memory_is_what_the_model_says(folder: Path, caplog: pytest.LogCaptureFi
     assert (memory.num_blocks, memory.host_blocks, memory.block_size) == (160, 0, 16)
     assert memory.bytes_per_block == 16 * 768
     assert (memory.max_model_len, memory.vocab_size, memory.eos_ids) == (256, 320, [5, 6])
-    assert memory.model_digest.endswith("-float32")
+    files = locate(str(folder))
+    assert (memory.model_digest, memory.model_name, memory.dtype) == (files.digest, str(folder), "float32")
     # 159 blocks beside the padding; 256 tokens take 16
     assert "KV: 768 bytes per token, 160 blocks of 16, 9.9 requests of 256 tokens fit" in caplog.text
 
