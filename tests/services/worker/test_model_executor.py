@@ -12,6 +12,7 @@ import torch
 from services.worker.executor import PlanError
 from services.worker.model_executor import ModelExecutor
 from shared.errors import ConfigError
+from shared.models import locate
 from shared.sampling import SamplingParams
 from tests.services.worker import random_models
 from tests.services.worker.plans import GREEDY, Driver, new_row, plan
