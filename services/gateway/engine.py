@@ -139,6 +139,13 @@ class Engine:
         return Limits(self._welcome.vocab_size, self._welcome.max_model_len)
 
     @property
+    def model_name(self) -> str:
+        """The server's own name of its model. Raises RequestError 503 before it is known."""
+        if self._welcome is None:
+            raise self._unavailable(self.unready)
+        return self._welcome.model_name
+
+    @property
     def max_model_len(self) -> int | None:
         """None until it is known."""
         return None if self._welcome is None else self._welcome.max_model_len
