@@ -18,7 +18,7 @@ class GatewayConfig:
     api_key: list[str] = option([], "keys clients may present as 'Authorization: Bearer KEY'; none: open", secret=True)
     allowed_origins: list[str] = option(["*"], "origins that web pages may call from (CORS)")
     max_body_bytes: int = option(8 << 20, "largest request body", size=True, minimum=1024)
-    served_model_name: list[str] = option([], "names clients may ask for, the first is shown; default: the server's MODEL")
+    served_model_name: list[str] = option([], "names clients may ask for, the shown one first; default: MODEL")
     shutdown_timeout: float = option(30.0, "seconds that open streams may take to finish after SIGTERM", minimum=0)
     accept_timeout: float = option(60.0, "seconds a request may wait for the tokenizer and scheduler", minimum=1)
     access_log: bool = option(False, "log every HTTP request")

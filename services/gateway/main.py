@@ -16,6 +16,7 @@ import uvloop
 
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
+from services.gateway.connection import Connection
 from services.gateway.engine import Engine
 from services.gateway.metrics import GatewayMetrics
 from shared import options
@@ -70,7 +71,7 @@ async def serve(config: GatewayConfig, sock: socket.socket) -> int:
     server = Server(
         uvicorn.Config(
             make_app(config, engine),
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
