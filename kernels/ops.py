@@ -19,13 +19,12 @@ import torch
 import torch.nn.functional as F
 
 from kernels import reference
+from kernels.decoder import DecoderParts, FusedDecoder, Linear
 from kernels.errors import UnavailableError
 
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 def torch_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -121,7 +120,7 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
 
     try:
         native = load()
-        return Kernels("cpu", native, native.linear)
+        return Kernels("cpu", native, native.linear, native.decoder)
     except UnavailableError as error:
         if backend == "cpu":
             raise
@@ -137,8 +136,11 @@ class Kernels:
         name: str,
         backend: Backend,
         linear: Callable[[torch.Tensor, torch.Tensor | None], Linear] = torch_linear,
+        decoder: Callable[[DecoderParts], FusedDecoder | None] = lambda _: None,
     ) -> None:
         self.name = name
+        self.decoder = decoder
+        """The whole forward pass of a decoder in one call, None where there is no such thing."""
         self._backend = backend
         self._linear = linear
 

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.decoder import Batch
 from kernels.errors import UnavailableError
 from kernels.ops import Kernels, select
 from services.worker import machine
 from services.worker.config import WorkerConfig
 from services.worker.executor import StepOutput
 from services.worker.models.config import ModelConfig
-from services.worker.models.decoder import Batch, Decoder
+from services.worker.models.decoder import Decoder
 from services.worker.rows import Ints, Limits, Rows, Step
 from services.worker.weights import load_weights
 from shared.codec import no_ids
@@ -90,12 +91,12 @@ class ModelExecutor:
             self._kernels.copy_blocks(self._kv, pairs[::2], pairs[1::2])
         if not len(step.positions):
             return StepOutput(no_ids(), no_ids(), {"total": time.perf_counter() - begin})
-        hidden = self._decoder.forward(self._batch(step, plan), self._kv)
+        logits, parts = self._decoder.step(self._batch(step, plan), self._kv, self._upload(step.sample_tokens))
         forward = time.perf_counter()
-        ids = self._sample(hidden, step)
+        ids = self._sample(logits, step)
         self._rows.last_token[step.sample_slots] = ids
         end = time.perf_counter()
-        timings = {"forward": forward - begin, "sample": end - forward, "total": end - begin}
+        timings = {"forward": forward - begin, "sample": end - forward, "total": end - begin, **parts}
         return StepOutput(step.sample_slots.astype(np.int32), ids.astype(np.int32), timings)
 
     def _load(self, model: ModelConfig, files: ModelFiles, max_model_len: int) -> Decoder:
@@ -141,10 +142,9 @@ class ModelExecutor:
         width = int(self._rows.state.blocks[slots].max(initial=0))
         return self._upload(self._rows.tables[slots, :width])
 
-    def _sample(self, hidden: torch.Tensor, step: Step) -> Ints:
+    def _sample(self, logits: torch.Tensor, step: Step) -> Ints:
         if not len(step.sample_slots):
             return np.empty(0, dtype=np.int64)
-        logits = self._decoder.logits(hidden[self._upload(step.sample_tokens)])
         rows, slots = self._rows, step.sample_slots
         ids = self._kernels.sample(
             logits,

@@ -14,6 +14,12 @@ struct Left {
   using type = float;
 };
 
+/// What both sides of a product of two T are packed as.
+template <class T>
+struct Entry {
+  using type = float;
+};
+
 inline V broadcast(const float* p) { return set1(*p); }
 inline V load_right(const float* p) { return load(p); }
 inline V load_right(const bf16* p) { return load(p); }
@@ -23,6 +29,10 @@ inline V multiply_add(V left, V right, V acc) { return fma(left, right, acc); }
 #ifdef __AVX512BF16__
 template <>
 struct Left<bf16x2> {
+  using type = bf16x2;
+};
+template <>
+struct Entry<bf16> {
   using type = bf16x2;
 };
 /// The pair type of this processor's products: both factors of a bf16 product are read as pairs where it has them.

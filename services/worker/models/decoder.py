@@ -7,31 +7,13 @@ keys and values in one product, gate and up in one).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
+from kernels.decoder import Batch, DecoderParts, FusedDecoder, LayerParts
 from kernels.ops import Kernels
 from services.worker.models.config import ModelConfig
 from shared.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The tokens of one forward pass: D decode rows of one token each, then the tokens of C prefill chunks.
-
-    tokens, positions, slot_mapping: [T] int64. Decode tables [D, max_blocks] int32 and lengths [D] int32; chunk tables,
-    cu_seqlens [C + 1] and lengths likewise. Lengths include the batch's own tokens.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    decode_tables: torch.Tensor
-    decode_lens: torch.Tensor
-    chunk_tables: torch.Tensor
-    chunk_cu_seqlens: torch.Tensor
-    chunk_lens: torch.Tensor
 
 
 class Linear:
@@ -43,11 +25,11 @@ class Linear:
 
     def pack(self, kernels: Kernels) -> None:
         """Hands the loaded weight to the kernels, which may keep a copy in another order: ours is let go."""
-        self._product = kernels.linear(self.weight, self.bias)
+        self.product = kernels.linear(self.weight, self.bias)
         del self.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x)
+        return self.product(x)
 
 
 class Layer:
@@ -91,6 +73,19 @@ class Layer:
     def pack(self) -> None:
         for linear in (self.qkv, self.out, self.gate_up, self.down):
             linear.pack(self.kernels)
+
+    def parts(self) -> LayerParts:
+        return LayerParts(
+            input_norm=self.input_norm,
+            post_norm=self.post_norm,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            qkv=self.qkv.product,
+            out=self.out.product,
+            gate_up=self.gate_up.product,
+            down=self.down.product,
+            window=self.window,
+        )
 
     def attend(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """Self-attention of normed ``x [T, hidden]``; stores the new keys and values first."""
@@ -144,6 +139,7 @@ class Decoder:
         if config.tied:
             self.head.weight = self.embedding
         self.cos_sin = config.rope.table(max_model_len).to(device)
+        self.fused: FusedDecoder | None = None
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies every weight into its place. Raises ConfigError naming one that is missing, unknown or misshapen."""
@@ -166,6 +162,16 @@ class Decoder:
         for layer in self.layers:
             layer.pack()
         self.head.pack(self.kernels)
+        self.fused = self.kernels.decoder(self._parts())
+
+    def step(
+        self, batch: Batch, kv: list[torch.Tensor], samples: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Logits [len(samples), vocab_size] of rows ``samples`` (int64) of the batch, whose keys and values are stored
+        in ``kv``; and seconds by part where the kernels measure them."""
+        if self.fused is not None and self.fused.takes(kv[0]):
+            return self.fused(batch, kv, samples)
+        return self.logits(self.forward(batch, kv)[samples]), {}
 
     def forward(self, batch: Batch, kv: list[torch.Tensor]) -> torch.Tensor:
         """Hidden states [T, hidden] before the last norm; new keys and values are stored in ``kv`` (one a layer)."""
@@ -185,6 +191,21 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab_size] of the given rows of ``forward``'s result."""
         return self.head(self.kernels.rms_norm(hidden, self.norm, self.config.rms_norm_eps))
+
+    def _parts(self) -> DecoderParts:
+        config = self.config
+        return DecoderParts(
+            layers=[layer.parts() for layer in self.layers],
+            embedding=self.embedding,
+            norm=self.norm,
+            head=self.head.product,
+            cos_sin=self.cos_sin,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+        )
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}

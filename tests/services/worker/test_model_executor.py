@@ -96,7 +96,7 @@ def test_a_wrong_plan_leaves_the_executor_able_to_go_on(folder: Path, executor: 
     expected = Driver(random_models.executor(folder)).generate([[4, 5, 6]], 2)[0]
     assert [*output.ids.tolist(), *second.ids.tolist()] == expected
     assert (second.slots.tolist(), second.slots.dtype, second.ids.dtype) == ([2], "int32", "int32")
-    assert second.timings.keys() == {"forward", "sample", "total"}
+    assert second.timings.keys() >= {"forward", "sample", "total"}
 
 
 def test_a_plan_without_tokens_samples_nothing(executor: ModelExecutor) -> None:
