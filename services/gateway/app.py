@@ -28,13 +28,12 @@ from shared.metrics import render
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUERY_TIMEOUT = 5.0  # seconds the scheduler may take to answer about its memory
 METRICS_TIMEOUT = 1.0  # seconds the scheduler may take to give the other processes' numbers
 
 
 def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
-    models = Models(config.served_model_name or [config.model or DEFAULT_MODEL])
+    models = Models(config.served_model_name, lambda: engine.model_name)
     endpoints = Endpoints(config, engine, models)
     router = Router(
         [
@@ -157,7 +156,7 @@ class Endpoints:
             others = (await self._engine.ask_scheduler("metrics", METRICS_TIMEOUT)).body
         except RequestError as error:
             log.warning("metrics of the other processes are missing: %s", error.message)
-        labels = {"model_name": self._models.names[0], "engine": "0"}
+        labels = {"model_name": self._models.shown, "engine": "0"}
         page = render([self._engine.metrics.registry.snapshot(), *others], labels)
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

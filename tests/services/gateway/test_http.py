@@ -198,10 +198,14 @@ def test_before_anything_is_ready() -> None:
             assert ready.status_code == 503 and "scheduler" in ready.json()["reason"]
             for response in (client.post("/v1/chat/completions", json=CHAT), client.post("/tokenize", json={})):
                 assert response.status_code == 503 and response.headers["retry-after"] == "1"
-            assert client.get("/v1/models").json()["data"][0]["id"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+            for path in ("/v1/models", "/v1/models/a/toy"):
+                assert client.get(path).status_code == 503
             assert "quire:http_responses" in client.get("/metrics").text
             pipeline.scheduler.muted = False
             gateway.wait_log("welcomed by the scheduler")
+            assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["a/toy model"]
+            assert client.get("/v1/models/a/toy model").json()["id"] == "a/toy model"
+            assert 'model_name="a/toy model"' in client.get("/metrics").text
             assert client.get("/ready").json()["reason"] == "waiting for a tokenizer"
             pipeline.add_tokenizer()
             gateway.wait_answering("/ready", 200)
