@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from shared.wire import (
     Roster,
     Stop,
     SubmitTokens,
+    Welcome,
     decode,
     encode,
 )
@@ -436,3 +438,17 @@ def test_a_submit_before_any_worker_is_answered(tmp_path: Path) -> None:
     finally:
         client.close()
         server.kill()
+
+
+@pytest.mark.parametrize("address", ["", "tcp://*:5", "ipc:///" + "x" * 200])
+def test_a_tokenizer_that_gateways_cannot_reach_is_refused(tmp_path: Path, address: str) -> None:
+    with running(tmp_path) as (server, _):
+        lost = Client(server.base)
+        hello = replace(lost.hello(), address=address)
+        lost.hello = lambda: hello  # type: ignore[method-assign]
+        try:
+            fault = lost.wait_for(lambda: lost.last(Fault))
+            assert f"a tokenizer's address {address!r}" in fault.message
+            assert lost.last(Welcome) is None
+        finally:
+            lost.close()
