@@ -113,7 +113,7 @@ def test_a_second_signal_kills(own: Pipeline) -> None:
 
 
 def test_the_launchers_reason_reaches_open_streams(own: Pipeline) -> None:
-    read_end, write_end = os.pipe()
+    read_end, write_end = (end.detach() for end in socket.socketpair())
     os.set_inheritable(read_end, True)
     gateway = own.gateway(env={"QUIRE_LIFELINE_FD": str(read_end)})
     os.close(read_end)
@@ -129,7 +129,7 @@ def test_the_launchers_reason_reaches_open_streams(own: Pipeline) -> None:
 
 
 def test_it_ends_with_its_launcher(own: Pipeline) -> None:
-    read_end, write_end = os.pipe()
+    read_end, write_end = (end.detach() for end in socket.socketpair())
     os.set_inheritable(read_end, True)
     gateway = own.gateway(env={"QUIRE_LIFELINE_FD": str(read_end)})
     os.close(read_end)

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -400,7 +401,7 @@ def test_the_lifeline_ends_the_scheduler_with_its_launcher(tmp_path: Path) -> No
     """A line on the death pipe is the reason of open streams; its end is the end of the process."""
     server = Server(tmp_path)
     client = Client(server.base)
-    read, write = os.pipe()
+    read, write = (end.detach() for end in socket.socketpair())
     os.set_inheritable(read, True)
     child = subprocess.Popen(
         [sys.executable, "-m", "services.cli", "scheduler", f"--bind={server.base}"],

@@ -319,7 +319,7 @@ def test_sigint_ends_open_streams_with_an_error(stage: Stage) -> None:
 
 
 def test_a_launcher_gives_its_reason_to_open_streams(model: Path, tmp_path: Path) -> None:
-    read, write = os.pipe()
+    read, write = (end.detach() for end in socket.socketpair())
     stage = Stage(model, tmp_path, lifeline_fd=read)
     os.close(read)
     try:
@@ -334,7 +334,7 @@ def test_a_launcher_gives_its_reason_to_open_streams(model: Path, tmp_path: Path
 
 
 def test_a_dead_launcher_leaves_no_tokenizer(model: Path, tmp_path: Path) -> None:
-    read, write = os.pipe()
+    read, write = (end.detach() for end in socket.socketpair())
     stage = Stage(model, tmp_path, lifeline_fd=read)
     os.close(read)
     os.close(write)
