@@ -25,6 +25,7 @@ from shared.errors import ConfigError, QuireError
 
 HIGH_WATER_MARK = 100_000  # messages a peer may leave unread before sends to it fail
 MAX_MESSAGE_BYTES = 256 << 20
+IPC_PATH_LIMIT = 107  # bytes of a Unix socket's path
 LAST_WORD_MS = 500  # how long a closing socket may hold its last message
 ZAP_DOMAIN = "quire"
 
@@ -67,6 +68,20 @@ class Endpoint:
         if not self.is_tcp or parts.port is None:
             return f"{self.base}/workers"
         return f"tcp://{_bracket(parts.hostname or '')}:{parts.port + 1}"
+
+
+def check_connectable(address: str) -> None:
+    """Raises ConfigError for what no socket can connect to. Resolves no name and touches no file."""
+    parts = urlsplit(address)
+    if parts.scheme == "ipc" and address.startswith("ipc:///"):
+        size = len(os.fsencode(address.removeprefix("ipc://")))
+        if size > IPC_PATH_LIMIT:
+            raise ConfigError(f"address {address!r}: its path is {size} bytes long, the limit is {IPC_PATH_LIMIT}")
+        return
+    with contextlib.suppress(ValueError):
+        if parts.scheme == "tcp" and parts.hostname not in (None, "*") and parts.port and not parts.path:
+            return
+    raise ConfigError(f"address {address!r} is neither ipc:///path nor tcp://host:port")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shared import options
 from shared.config import option
+from shared.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,8 @@ class GatewayConfig:
     cluster_key_file: str = options.cluster_key_file()
     insecure_tcp: bool = options.insecure_tcp()
     log_level: str = options.log_level()
+
+    def __post_init__(self) -> None:
+        for key in self.api_key:
+            if not key.strip() or key != key.strip() or "," in key:
+                raise ConfigError("--api-key: a key is empty, holds a comma, or has space around it")

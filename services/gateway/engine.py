@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from services.gateway.calls import Call, Request
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.queries import Queries
 from services.gateway.schemas import Limits
-from shared.errors import RequestError
+from shared.errors import ConfigError, RequestError
 from shared.ids import Identity, RidMaker, new_epoch
 from shared.link import Link
 from shared.transport import Endpoint, Security
@@ -53,7 +54,7 @@ class Tokenizer:
         self.requests: dict[int, Request] = {}
         self.queries = Queries()
         self.epoch = 0
-        self.given = 0
+        self.last_given = 0  # a number that grows with every request given to any of them
         self.draining = False  # it finishes what it has and takes nothing new
         self.link: Link  # set right after, as the link's callbacks need this object
 
@@ -68,8 +69,17 @@ class Engine:
     leaves the block, for whatever reason, leaves nothing behind.
     """
 
-    def __init__(self, connect: str, index: int, security: Security, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        connect: str,
+        index: int,
+        security: Security,
+        metrics: GatewayMetrics,
+        on_gone: Callable[[str], None],
+    ) -> None:
+        """on_gone is called with a reason when there is no server to join any more."""
         self.metrics = metrics
+        self.ready = asyncio.Event()  # set once a request could be served for the first time
         self.closing = ""
         self._security = security
         self._context = zmq.asyncio.Context()
@@ -81,6 +91,8 @@ class Engine:
         self._rids: RidMaker | None = None
         self._progress = 0
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._unusable: set[str] = set()  # identities on the roster whose address cannot be connected to
+        self._turns = itertools.count(1)
         self._unplaced: dict[int, Request] = {}
         self._queries = Queries()
         self._watching: asyncio.Task[None] | None = None
@@ -96,6 +108,7 @@ class Engine:
             on_message=self._on_scheduler,
             on_welcome=self._on_welcome,
             on_lost=self._on_scheduler_lost,
+            on_gone=on_gone,
         )
 
     def start(self) -> None:
@@ -201,7 +214,7 @@ class Engine:
 
     def _least_loaded(self) -> Tokenizer | None:
         taking = [one for one in self._tokenizers.values() if one.link.welcomed and not one.draining]
-        return min(taking, key=lambda one: (len(one.requests), one.given), default=None)
+        return min(taking, key=lambda one: (len(one.requests), one.last_given), default=None)
 
     def _place(self, request: Request) -> None:
         tokenizer = self._least_loaded()
@@ -211,11 +224,13 @@ class Engine:
             return
         request.channel = tokenizer
         tokenizer.requests[request.rid] = request
-        tokenizer.given += 1
+        tokenizer.last_given = next(self._turns)
         if not tokenizer.send(request.submit):
             request.fail(self._unavailable(f"the queue to {tokenizer.name} is full"), ended=True)
 
     def _place_waiting(self) -> None:
+        if not self.unready:
+            self.ready.set()
         waiting, self._unplaced = self._unplaced, {}
         for request in waiting.values():
             self._place(request)
@@ -273,8 +288,13 @@ class Engine:
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
             self._release(tokenizer, f"{tokenizer.name} is gone")
-        for identity in live.keys() - self._tokenizers.keys():
-            self._tokenizers[identity] = self._join(identity, live[identity])
+        self._unusable &= live.keys()
+        for identity in live.keys() - self._tokenizers.keys() - self._unusable:
+            try:
+                self._tokenizers[identity] = self._join(identity, live[identity])
+            except ConfigError as error:
+                self._unusable.add(identity)
+                log.error("tokenizer %s cannot be joined: %s", identity[:64], str(error)[:500])
 
     # ---- tokenizers -------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,9 @@ def drop_without_effect(body: dict[str, Any], known: Container[str]) -> dict[str
         elif name not in ONLY_AT:
             raise unknown_field(name)
         elif value is not None and not any(type(value) is type(one) and value == one for one in ONLY_AT[name]):
-            allowed = " or ".join(repr(one) for one in (*ONLY_AT[name], None)).replace("None", "null")
+            # A switch that is off says nothing to who sent a number: completions' logprobs is a count.
+            named = [one for one in ONLY_AT[name] if isinstance(value, bool) or not isinstance(one, bool)]
+            allowed = " or ".join([*map(repr, named), "null"]).replace("False", "false").replace("True", "true")
             raise RequestError(
                 f"{name}: {shown(value)} is not supported; leave it out or give {allowed}",
                 code="unsupported_value",

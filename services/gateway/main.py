@@ -24,6 +24,7 @@ from shared.config import describe, parse
 from shared.errors import ConfigError
 from shared.lifeline import Lifeline
 from shared.log import configure
+from shared.transport import Endpoint, Security, check_connectable
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,12 @@ def main(argv: Sequence[str]) -> int:
     configure(f"gateway {config.index}", config.log_level)
     if not config.connect:
         raise ConfigError("--connect is missing: the scheduler's address")
+    address, security = Endpoint(config.connect).clients, options.security(config)
+    check_connectable(address)
+    security.check(address)
     sock = listen(config)
     log.info("%s", describe(config))
-    code: int = uvloop.run(serve(config, sock))
+    code: int = uvloop.run(serve(config, security, sock))
     return code
 
 
@@ -65,9 +69,13 @@ def listen(config: GatewayConfig) -> socket.socket:
     return sock
 
 
-async def serve(config: GatewayConfig, sock: socket.socket) -> int:
-    """Serves until a signal or the launcher ends it; returns the exit code."""
-    engine = Engine(config.connect, config.index, options.security(config), GatewayMetrics())
+async def serve(config: GatewayConfig, security: Security, sock: socket.socket) -> int:
+    """Serves until a signal or the launcher ends it; returns the exit code.
+
+    A socket of its own answers 503 until all is ready; the launcher's, which several gateways share and which is bound
+    already, refuses connections until then.
+    """
+    engine = Engine(config.connect, config.index, security, GatewayMetrics(), lambda reason: ending.fail(reason))
     server = Server(
         uvicorn.Config(
             make_app(config, engine),
@@ -93,9 +101,20 @@ async def serve(config: GatewayConfig, sock: socket.socket) -> int:
     line.watch(on_reason)
     line.beat_in(loop)
     engine.start()
-    await server.serve(sockets=[sock])
+    if config.fd >= 0:
+        await _first(engine.ready, ending.begun)
+    if not ending.begun.is_set():
+        await server.serve(sockets=[sock])
     await engine.close("the gateway ends")
     return ending.code
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Waits until one of ``events`` is set."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
 
 
 class Server(uvicorn.Server):
@@ -111,6 +130,7 @@ class Ending:
 
     def __init__(self, engine: Engine, server: Server, shutdown_timeout: float) -> None:
         self.code = 0
+        self.begun = asyncio.Event()
         self._engine, self._server, self._shutdown_timeout = engine, server, shutdown_timeout
         self._signalled: float | None = None
 
@@ -151,3 +171,4 @@ class Ending:
         # uvicorn's own limit, after which it cancels what is left: clients that do not read. It takes any number.
         self._server.config.timeout_graceful_shutdown = limit  # type: ignore[assignment]
         self._server.should_exit = True
+        self.begun.set()

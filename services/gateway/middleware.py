@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -54,7 +55,8 @@ class RequestContext:
             self._metrics.responses.inc(labels=(str(status),))
             if self._access_log:
                 took = time.monotonic() - begin
-                access.info("%s %s %d %.3fs request_id=%s", scope["method"], scope["path"], status, took, request_id)
+                path = quote(scope["path"], safe="/:@!$&'()*+,;=~")  # escaped again: it may hold line ends and worse
+                access.info("%s %s %d %.3fs request_id=%s", scope["method"], path, status, took, request_id)
 
 
 class Errors:

@@ -362,5 +362,8 @@ def validate(model: type[M], body: dict[str, Any], limits: Limits) -> M:
     path = ".".join(place)
     if first["type"] == "missing":
         raise RequestError(f"{path}: this field is required", code="missing_required_parameter", param=path)
+    if first["type"] == "int_type" and isinstance(first["input"], float) and abs(first["input"]) >= 2**63:
+        # The JSON parser makes a float of an integer that is too long.
+        raise RequestError(f"{path}: should be an integer of at most 64 bits", code="invalid_value", param=path)
     message = first["msg"] if first["type"] == "invalid" else f"{first['msg']}, got {shown(first['input'])}"
     raise RequestError(f"{path}: {message}", code="invalid_value", param=path)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
 from shared.errors import WireError
+from shared.log import LimitedLog
 from shared.metrics import Counter, Registry
 from shared.peers import Peer, Peers
 from shared.transport import LAST_WORD_MS
@@ -65,7 +65,7 @@ class Port:
         self._traffic = traffic
         self._handlers = handlers
         self._on_hello = on_hello
-        self._next_line = 0.0
+        self._malformed_log, self._fault_log = LimitedLog(log), LimitedLog(log)
 
     def send(self, raw: bytes, message: Message) -> None:
         self.send_frames(raw, encode(message))
@@ -111,7 +111,7 @@ class Port:
                 self.send(raw, HelloRequired(self._epoch))
             return
         if isinstance(message, Fault):
-            log.warning("%s refused a message: %s", peer.identity, message.message[:500])
+            self._fault_log.warning("%s refused a message: %s", peer.identity, message.message[:500])
             return
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -121,8 +121,4 @@ class Port:
     def _refuse(self, raw: bytes, why: str) -> None:
         self._traffic.malformed.inc()
         self.send(raw, Fault(why))
-        now = time.monotonic()
-        if now >= self._next_line:  # a flood of garbage must not become a flood of log lines
-            self._next_line = now + 1.0
-            total = int(self._traffic.malformed.values[()])
-            log.warning("malformed message from %r: %s (%d in all)", raw[:64], why[:500], total)
+        self._malformed_log.warning("malformed message from %r: %s", raw[:64], why[:500])

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shared.errors import WireError
+from shared.errors import ConfigError, WireError
 from shared.ids import MAX_CLIENT_NUMBER
 from shared.peers import Peer
-from shared.wire import Roster
+from shared.transport import check_connectable
+from shared.wire import Hello, Roster
+
+
+def check_tokenizer(hello: Hello) -> None:
+    """Raises WireError for a tokenizer at an address that gateways cannot connect to."""
+    try:
+        check_connectable(hello.address)
+    except ConfigError as error:
+        raise WireError(f"a tokenizer's {error}") from error
 
 
 class ClientNumbers:
@@ -34,7 +43,7 @@ class LiveTokenizers:
 
     def update(self, tokenizers: Iterable[Peer]) -> bool:
         """Takes the tokenizers alive now; whether that changed anything."""
-        entries = {peer.raw.decode(): peer.hello.address for peer in tokenizers if peer.hello.address}
+        entries = {peer.raw.decode(): peer.hello.address for peer in tokenizers}
         if entries == self._entries:
             return False
         self._entries = entries

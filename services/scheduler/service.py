@@ -19,7 +19,7 @@ from services.scheduler.limits import Limits
 from services.scheduler.plan_log import PlanLog
 from services.scheduler.port import Port, Traffic
 from services.scheduler.ranks import RankError, Ranks
-from services.scheduler.roster import ClientNumbers, LiveTokenizers
+from services.scheduler.roster import ClientNumbers, LiveTokenizers, check_tokenizer
 from services.scheduler.scheduler import Scheduler, StepError
 from services.scheduler.stats import Stats
 from shared import options
@@ -221,6 +221,8 @@ class SchedulerService:
     def _on_client_hello(self, raw: bytes, hello: Hello) -> None:
         if hello.role not in ("gateway", "tokenizer"):
             raise WireError(f"role {hello.role!r} is not for the clients' socket")
+        if hello.role == "tokenizer":
+            check_tokenizer(hello)
         peer = self._clients.peers.add(raw, hello)
         if peer.identity.role != hello.role:
             self._clients.peers.remove(raw)

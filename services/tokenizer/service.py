@@ -20,6 +20,7 @@ from services.tokenizer.tokenizer import Tokenizer
 from shared.errors import ConfigError, RequestError, WireError
 from shared.ids import Identity, new_epoch
 from shared.link import Link
+from shared.log import LimitedLog
 from shared.metrics import Registry
 from shared.models import ModelFiles, builtin
 from shared.peers import HEARTBEAT_INTERVAL, Peer, Peers
@@ -65,6 +66,7 @@ class Service:
         self._metrics = Registry()
         self._malformed = self._metrics.counter("quire:malformed_messages", "Messages that could not be read.")
         self._dropped = self._metrics.counter("quire:dropped_messages", "Messages whose receiver was gone or full.")
+        self._malformed_log, self._fault_log = LimitedLog(log), LimitedLog(log)
         self._told: dict[str, Any] = {}
         self._link_malformed = 0
         self._handled = 0
@@ -100,6 +102,7 @@ class Service:
             on_message=self._from_scheduler,
             on_welcome=self._on_welcome,
             on_lost=self._on_lost,
+            on_gone=lambda reason: self.stop(reason, 1),
         )
         self._handlers: dict[type[Message], Callable[[Peer, Any], None]] = {
             SubmitText: self._submit,
@@ -200,7 +203,7 @@ class Service:
                 raise WireError(f"a tokenizer takes no {type(message).__name__} from the scheduler")
         except WireError as error:
             self._malformed.inc()
-            log.warning("from the scheduler: %s", error)
+            self._malformed_log.warning("malformed message from the scheduler: %s", error)
             self._link.send(Fault(str(error)))
         self._end_if_drained()
 
@@ -219,7 +222,7 @@ class Service:
                 self._from_gateway(raw, frames)
             except WireError as error:
                 self._malformed.inc()
-                log.warning("malformed message from %r: %s", raw[:64], error)
+                self._malformed_log.warning("malformed message from %r: %s", raw[:64], error)
                 self._to_gateway(raw, Fault(str(error)))
             except Exception:  # one message must not end the service of all others
                 log.exception("while handling a message from %r", raw[:64])
@@ -239,7 +242,7 @@ class Service:
         if handler is not None:
             handler(peer, message)
         elif isinstance(message, Fault):
-            log.warning("%s refused a message: %s", peer.identity, message.message)
+            self._fault_log.warning("%s refused a message: %s", peer.identity, message.message[:500])
         else:
             raise WireError(f"a tokenizer takes no {type(message).__name__} from a gateway")
 

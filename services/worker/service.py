@@ -19,6 +19,7 @@ from services.worker.executor import Executor, StepOutput
 from shared.codec import no_ids
 from shared.errors import WireError
 from shared.ids import Identity, new_epoch
+from shared.log import LimitedLog
 from shared.metrics import Registry
 from shared.peers import HEARTBEAT_INTERVAL, SILENCE_LIMIT
 from shared.transport import LAST_WORD_MS, Endpoint, Security, connect_dealer
@@ -42,6 +43,7 @@ from shared.wire import (
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT = 600.0  # seconds to wait for a scheduler
+REFUSAL_LIMIT = 10  # HELLOs refused, one a second, before it gives up: a rank whose process died is free again by then
 REMIND_EVERY = 30.0  # seconds between log lines while waiting for it
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -62,6 +64,8 @@ class WorkerService:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_out.setblocking(False)
         self._joined = False
+        self._refusals = 0  # FAULTs since it last was welcome
+        self._fault_log, self._malformed_log = LimitedLog(log), LimitedLog(log)
         self._ended: int | None = None
         self._reason = ""
         self._pair = (0, 0)  # the epochs of scheduler and workers that plans must carry
@@ -151,7 +155,7 @@ class WorkerService:
                 self._handle(decode(frames))
             except WireError as error:
                 self._malformed.inc()
-                log.warning("malformed message from the scheduler: %s", error)
+                self._malformed_log.warning("malformed message from the scheduler: %s", error)
                 self._send(Fault(str(error)))
             self._obey()  # under load the next plan is always here already, so this loop goes on and on
 
@@ -164,7 +168,7 @@ class WorkerService:
             case Welcome():
                 if not self._joined:
                     log.info("joined the scheduler as rank %d", self._rank)
-                self._joined = True
+                self._joined, self._refusals = True, 0
                 if self._pair[0] != message.epoch:  # a scheduler not seen before; its first plan is a full one
                     self._pair = (message.epoch, 0)
             case HelloRequired():
@@ -174,9 +178,20 @@ class WorkerService:
                 why, code = (message.reason, 1) if message.reason else ("it shuts down", 0)
                 self._end(f"the scheduler has left: {why}", code)
             case Fault():
-                log.error("the scheduler refused a message: %s", message.message)
+                self._on_fault(message)
             case _:
                 raise WireError(f"{type(message).__name__} is not for a worker")
+
+    def _on_fault(self, fault: Fault) -> None:
+        if self._joined:
+            self._fault_log.warning("the scheduler refused a message: %s", fault.message[:500])
+            return
+        # Before it has joined, all this process sends is HELLO, once a second.
+        self._refusals += 1
+        if self._refusals == 1:
+            log.warning("the scheduler refuses this worker: %s", fault.message[:500])
+        elif self._refusals == REFUSAL_LIMIT:
+            self._end(f"the scheduler refused this worker {self._refusals} times: {fault.message[:500]}", 1)
 
     def _on_plan(self, plan: Plan) -> None:
         if plan.full and plan.scheduler_epoch == self._pair[0]:

@@ -45,7 +45,8 @@ def download(model: str, revision: str | None, download_dir: str, *, progress: b
         )
     except Exception as error:
         raise ConfigError(
-            f"cannot fetch model {model!r} from the Hugging Face hub: {failure or _reason(error)}"
+            f"model {model!r} is neither a local folder or file nor to be had from the Hugging Face hub: "
+            f"{failure or _reason(error)}"
         ) from error
     if failure:
         log.warning("using the cached copy of %s: %s", model, failure)

@@ -11,7 +11,16 @@ import pytest
 import zmq
 
 from shared.errors import ConfigError
-from shared.transport import ClusterKey, Endpoint, Security, bind_router, connect_dealer, own_address_towards, start_zap
+from shared.transport import (
+    ClusterKey,
+    Endpoint,
+    Security,
+    bind_router,
+    check_connectable,
+    connect_dealer,
+    own_address_towards,
+    start_zap,
+)
 
 
 @pytest.fixture
@@ -99,3 +108,20 @@ def test_only_holders_of_the_key_get_through(context: zmq.Context[zmq.Socket[byt
 
 def test_own_address_towards_loopback() -> None:
     assert own_address_towards("tcp://127.0.0.1:5555") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("address", ["ipc:///tmp/a", "ipc:///" + "x" * 106, "tcp://h:1", "tcp://[::1]:65535"])
+def test_connectable_addresses(address: str) -> None:
+    check_connectable(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "ipc://relative", "ipc:///" + "x" * 107, "ipc:///" + "é" * 54, "inproc://x", "http://h:5"),
+        *("tcp://*:5", "tcp://h:*", "tcp://h:0", "tcp://h", "tcp://h:70000", "tcp://:5", "tcp://h:5/x"),
+    ],
+)
+def test_what_no_socket_can_connect_to(address: str) -> None:
+    with pytest.raises(ConfigError):
+        check_connectable(address)

@@ -223,29 +223,31 @@ class Answer:
 
 
 class Gateway:
-    """A real gateway process on a free port."""
+    """A real gateway process on a free port: a socket as a launcher passes it on, or one of its own."""
 
-    def __init__(self, base: str, *options: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, base: str, *options: str, env: dict[str, str] | None = None, inherit: bool = True) -> None:
         self.log = tempfile.TemporaryFile("a+")  # noqa: SIM115 (closed with the process)
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
+            if not inherit:
+                sock.close()
+                self._start([f"--connect={base}", f"--port={self.port}", *options], env, [])
+                return
             sock.set_inheritable(True)
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "services.cli",
-                    "gateway",
-                    f"--connect={base}",
-                    f"--fd={sock.fileno()}",
-                    *options,
-                ],
-                pass_fds=[sock.fileno(), *self._further_fds(env)],
-                env={**os.environ, **(env or {})},
-                stderr=self.log,
-            )
-        self.url = f"http://127.0.0.1:{self.port}"
+            self._start([f"--connect={base}", f"--fd={sock.fileno()}", *options], env, [sock.fileno()])
+
+    def _start(self, options: list[str], env: dict[str, str] | None, fds: list[int]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "gateway", *options],
+            pass_fds=[*fds, *self._further_fds(env)],
+            env={**os.environ, **(env or {})},
+            stderr=self.log,
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @staticmethod
     def _further_fds(env: dict[str, str] | None) -> list[int]:
@@ -308,8 +310,10 @@ class Pipeline:
         self.scheduler.tell_roster()
         return tokenizer
 
-    def gateway(self, *options: str, env: dict[str, str] | None = None, ready: bool = True) -> Gateway:
-        gateway = Gateway(self.base, *options, env=env)
+    def gateway(
+        self, *options: str, env: dict[str, str] | None = None, ready: bool = True, inherit: bool = True
+    ) -> Gateway:
+        gateway = Gateway(self.base, *options, env=env, inherit=inherit)
         self.gateways.append(gateway)
         if ready:
             gateway.wait_answering()

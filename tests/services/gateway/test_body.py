@@ -1,14 +1,18 @@
-"""The limit on JSON values counts what a parser would make, without parsing."""
+"""Request bodies: the limit on JSON values counts what a parser would make, without parsing; and limits on time."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.types import Message
 
+from services.gateway import body
 from services.gateway.body import parse_object
 from shared.errors import RequestError
 
@@ -49,3 +53,23 @@ def test_many_values_are_refused(raw: bytes) -> None:
 def test_separators_inside_a_long_string_do_not_count() -> None:
     text = 'a,[{"\\' * 5000
     assert parse_object(json.dumps({"prompt": text}).encode(), 50) == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("limit", "pause", "message"),
+    [(0.2, 60.0, "the request body was not whole within 0.2 s"), (300.0, 0.01, "the request body paused for 0.01 s")],
+)
+def test_a_body_that_comes_too_slowly_is_refused(
+    monkeypatch: pytest.MonkeyPatch, limit: float, pause: float, message: str
+) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT", limit)
+    monkeypatch.setattr(body, "PAUSE_LIMIT", pause)
+
+    async def receive() -> Message:
+        await asyncio.sleep(0.05)
+        return {"type": "http.request", "body": b"{", "more_body": True}
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(RequestError, match=message) as caught:
+        asyncio.run(body.read_json(request, 1 << 20, 100))
+    assert (caught.value.status, caught.value.code) == (408, "timeout")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -112,7 +113,7 @@ def test_a_second_signal_kills(own: Pipeline) -> None:
 
 
 def test_the_launchers_reason_reaches_open_streams(own: Pipeline) -> None:
-    read_end, write_end = os.pipe()
+    read_end, write_end = (end.detach() for end in socket.socketpair())
     os.set_inheritable(read_end, True)
     gateway = own.gateway(env={"QUIRE_LIFELINE_FD": str(read_end)})
     os.close(read_end)
@@ -128,7 +129,7 @@ def test_the_launchers_reason_reaches_open_streams(own: Pipeline) -> None:
 
 
 def test_it_ends_with_its_launcher(own: Pipeline) -> None:
-    read_end, write_end = os.pipe()
+    read_end, write_end = (end.detach() for end in socket.socketpair())
     os.set_inheritable(read_end, True)
     gateway = own.gateway(env={"QUIRE_LIFELINE_FD": str(read_end)})
     os.close(read_end)
@@ -159,6 +160,10 @@ def test_operator_mistakes_are_one_line() -> None:
         (["--connect=tcp://127.0.0.1:5000", "--port=0"], "--cluster-key-file"),
         (["--connect=ipc:///tmp/x", "--port=70000"], "70000"),
         (["--connect=ipc:///tmp/x", "--fd=999"], "--fd 999"),
+        (["--connect=tcp://*:5", "--insecure-tcp", "--fd=999"], "tcp://*:5"),  # before any port
+        (["--connect=ipc:///tmp/" + "x" * 100, "--fd=999"], "the limit is 107"),
+        (["--connect=ipc:///tmp/x", "--api-key", ""], "--api-key"),
+        (["--connect=ipc:///tmp/x", "--api-key", "a,b"], "--api-key"),
     ):
         ended = run(*options)
         assert ended.returncode == 2 and part in ended.stderr.splitlines()[-1], ended.stderr
@@ -171,3 +176,23 @@ def test_no_model_code_is_imported() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_a_server_gone_for_good_ends_a_gateway() -> None:
+    with running() as pipeline:
+        gateway = pipeline.gateway()
+        pipeline.scheduler.close()
+        shutil.rmtree(pipeline.directory)
+        assert gateway.process.wait(20) == 1
+        [line] = [line for line in gateway.output().splitlines() if "no longer exists" in line and "ending:" in line]
+        assert f"scheduler is gone: {pipeline.directory} no longer exists" in line
+
+
+def test_a_silent_scheduler_is_waited_for_while_its_directory_is_there() -> None:
+    with running() as pipeline:
+        gateway = pipeline.gateway()
+        pipeline.scheduler.muted = True
+        pipeline.scheduler.close()
+        gateway.wait_answering("/health", 503)
+        time.sleep(1.5)  # one more look at the directory
+        assert gateway.process.poll() is None

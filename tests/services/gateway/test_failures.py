@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import httpx
 import pytest
@@ -12,9 +12,18 @@ import pytest
 from shared.codec import int32
 from shared.wire import Accept, Cancel, Fault, SubmitText
 from tests.services.gateway.background import CHAT, Posted, Streamed
-from tests.services.gateway.pipeline import Answer, Gateway, Pipeline, running
+from tests.services.gateway.pipeline import Answer, Gateway, Pipeline, Tokenizer, running
 
+UNUSABLE = ("tcp://*:5", "ipc:///" + "x" * 200)
 BODY = b'{"messages": [{"role": "user", "content": "Hi"}], "stream": %s}'
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the roster without a tokenizer behind it."""
+
+    identity: str
+    address: str
 
 
 def raw_post(gateway: Gateway, body: bytes) -> socket.socket:
@@ -236,3 +245,37 @@ def test_two_hundred_streams(pipeline: Pipeline, gateway: Gateway) -> None:
                 assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
     finally:
         pipeline.tokenizer.answer = None
+
+
+def test_roster_entries_that_cannot_be_joined_are_skipped_and_told_once() -> None:
+    with running(tokenizers=0) as pipeline:
+        bad = [Entry(f"tokenizer:{8 + i}:{'0' * 16}", address) for i, address in enumerate(UNUSABLE)]
+        pipeline.scheduler.tokenizers.extend(bad)  # type: ignore[arg-type]
+        gateway = pipeline.gateway(ready=False)
+        gateway.wait_log("welcomed by the scheduler")
+        pipeline.add_tokenizer()
+        gateway.wait_answering("/ready", 200)
+        log = gateway.wait_log("tokenizer 0 joined")
+        assert [log.count(f"tokenizer {entry.identity} cannot be joined") for entry in bad] == [1, 1]
+        assert "Traceback" not in log
+
+
+def test_equally_loaded_tokenizers_take_turns_from_the_first_request_on() -> None:
+    with running(tokenizers=1) as pipeline:
+        gateway = pipeline.gateway()
+        old = pipeline.tokenizer
+        with gateway.client() as client:
+
+            def ask(tokenizer: Tokenizer) -> None:
+                posted = Posted(client, "/v1/completions", {"prompt": "a"})
+                answer = tokenizer.submitted()
+                answer.accept()
+                answer.finish("length")
+                assert posted.response().status_code == 200
+
+            for _ in range(4):
+                ask(old)
+            new = pipeline.add_tokenizer()
+            gateway.wait_log("tokenizer 1 joined")
+            for tokenizer in (new, old, new, old):
+                ask(tokenizer)

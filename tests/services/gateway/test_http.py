@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import socket
 from collections.abc import Iterator
 from importlib.metadata import version
 
@@ -183,6 +184,16 @@ def test_keys_stay_out_of_the_log_and_ids_get_into_it(guarded: Gateway, locked: 
     assert "first-key" not in log
 
 
+def test_a_path_cannot_write_lines_of_the_log(guarded: Gateway) -> None:
+    path = b"/x%0A11-30%20INFO%20forged%0D%1B%5B31m%FF%E2%80%A8"
+    with socket.create_connection(("127.0.0.1", guarded.port)) as sock:
+        sock.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nX-Request-Id: forger\r\n\r\n")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 401")
+    log = guarded.wait_log("request_id=forger")
+    [line] = [line for line in log.splitlines() if "forge" in line]
+    assert "GET /x%0A11-30%20INFO%20forged%0D%1B%5B31m%EF%BF%BD%E2%80%A8 401" in line
+
+
 def test_max_body_bytes(locked: httpx.Client) -> None:
     response = locked.post("/v1/completions", json={"prompt": "a" * 2048}, headers=bearer("first-key"))
     assert response.status_code == 413 and "2048 bytes" in response.json()["error"]["message"]
@@ -191,7 +202,7 @@ def test_max_body_bytes(locked: httpx.Client) -> None:
 def test_before_anything_is_ready() -> None:
     with running(tokenizers=0) as pipeline:
         pipeline.scheduler.muted = True  # nobody welcomes
-        gateway = pipeline.gateway(ready=False)
+        gateway = pipeline.gateway(ready=False, inherit=False)
         gateway.wait_answering("/health", 200)
         with gateway.client() as client:
             ready = client.get("/ready")
@@ -209,3 +220,13 @@ def test_before_anything_is_ready() -> None:
             assert client.get("/ready").json()["reason"] == "waiting for a tokenizer"
             pipeline.add_tokenizer()
             gateway.wait_answering("/ready", 200)
+
+
+def test_an_inherited_socket_refuses_connections_until_a_request_could_be_served() -> None:
+    with running(tokenizers=0) as pipeline:
+        gateway = pipeline.gateway(ready=False)
+        gateway.wait_log("welcomed by the scheduler")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", gateway.port))
+        pipeline.add_tokenizer()
+        assert gateway.wait_answering("/ready", 200)

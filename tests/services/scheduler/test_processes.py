@@ -7,9 +7,11 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from shared.wire import (
     Roster,
     Stop,
     SubmitTokens,
+    Welcome,
     decode,
     encode,
 )
@@ -398,7 +401,7 @@ def test_the_lifeline_ends_the_scheduler_with_its_launcher(tmp_path: Path) -> No
     """A line on the death pipe is the reason of open streams; its end is the end of the process."""
     server = Server(tmp_path)
     client = Client(server.base)
-    read, write = os.pipe()
+    read, write = (end.detach() for end in socket.socketpair())
     os.set_inheritable(read, True)
     child = subprocess.Popen(
         [sys.executable, "-m", "services.cli", "scheduler", f"--bind={server.base}"],
@@ -436,3 +439,17 @@ def test_a_submit_before_any_worker_is_answered(tmp_path: Path) -> None:
     finally:
         client.close()
         server.kill()
+
+
+@pytest.mark.parametrize("address", ["", "tcp://*:5", "ipc:///" + "x" * 200])
+def test_a_tokenizer_that_gateways_cannot_reach_is_refused(tmp_path: Path, address: str) -> None:
+    with running(tmp_path) as (server, _):
+        lost = Client(server.base)
+        hello = replace(lost.hello(), address=address)
+        lost.hello = lambda: hello  # type: ignore[method-assign]
+        try:
+            fault = lost.wait_for(lambda: lost.last(Fault))
+            assert f"a tokenizer's address {address!r}" in fault.message
+            assert lost.last(Welcome) is None
+        finally:
+            lost.close()

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -318,7 +319,7 @@ def test_sigint_ends_open_streams_with_an_error(stage: Stage) -> None:
 
 
 def test_a_launcher_gives_its_reason_to_open_streams(model: Path, tmp_path: Path) -> None:
-    read, write = os.pipe()
+    read, write = (end.detach() for end in socket.socketpair())
     stage = Stage(model, tmp_path, lifeline_fd=read)
     os.close(read)
     try:
@@ -333,7 +334,7 @@ def test_a_launcher_gives_its_reason_to_open_streams(model: Path, tmp_path: Path
 
 
 def test_a_dead_launcher_leaves_no_tokenizer(model: Path, tmp_path: Path) -> None:
-    read, write = os.pipe()
+    read, write = (end.detach() for end in socket.socketpair())
     stage = Stage(model, tmp_path, lifeline_fd=read)
     os.close(read)
     os.close(write)
@@ -439,3 +440,26 @@ def test_a_tokenizer_of_another_model_ends_before_it_serves(model: Path, tmp_pat
     assert last.endswith(
         f"the server at {base} serves {served}, this tokenizer has {model}; start with: {wanted} --connect {base}"
     )
+
+
+def test_a_flood_of_garbage_is_not_a_flood_of_log_lines(stage: Stage) -> None:
+    for _ in range(500):
+        stage.gateway.socket.send_multipart([b"\xff\xff", b"garbage"])
+    for _ in range(500):
+        assert "protocol version 255" in stage.gateway.receive(Fault).message
+    lines = [line for line in stage.process.log.read_text().splitlines() if "malformed" in line]
+    assert 1 <= len(lines) < 50 and lines[0].endswith("(1 in all)")
+
+
+def test_a_server_gone_for_good_ends_a_tokenizer(model: Path, tmp_path: Path) -> None:
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    scheduler = Scheduler(f"ipc://{sockets}", locate(str(model)))
+    process = Process(model, f"ipc://{sockets}", tmp_path / "log")
+    scheduler.receive(Hello, 30)
+    scheduler.send(scheduler.welcome)
+    scheduler.receive(Heartbeat)
+    scheduler.close()
+    shutil.rmtree(sockets)
+    assert process.wait() == 1
+    assert process.log.read_text().splitlines()[-1].endswith(f"the scheduler is gone: {sockets} no longer exists")

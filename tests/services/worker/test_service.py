@@ -178,3 +178,15 @@ def test_goodbye_both_ways(scheduler: FakeScheduler, reason: str, code: int) -> 
 def test_a_silent_scheduler_ends_the_worker(scheduler: FakeScheduler) -> None:
     scheduler.welcome()
     assert scheduler.join() == 1
+
+
+def test_a_worker_refused_again_and_again_ends(scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture) -> None:
+    while scheduler.receive(Hello).memory is None:
+        pass
+    for _ in range(10):
+        scheduler.send(Fault("worker rank 0 is here already"), to=scheduler.sender)
+    assert scheduler.join() == 1
+    assert [line for line in caplog.messages if "refuse" in line] == [
+        "the scheduler refuses this worker: worker rank 0 is here already",
+        "ending: the scheduler refused this worker 10 times: worker rank 0 is here already",
+    ]
