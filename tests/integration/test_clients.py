@@ -51,7 +51,11 @@ def test_openai_python_streams_a_chat(server: Server) -> None:
     deltas = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(deltas) == "The capital of France is Paris."
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
-    assert chunks[-1].usage == whole.usage
+    usage, whole_usage = chunks[-1].usage, whole.usage
+    assert usage is not None and whole_usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole_usage.prompt_tokens, whole_usage.completion_tokens)
+    cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+    assert cached == usage.prompt_tokens - 1  # the second time, all but the token that must be computed
 
 
 def test_openai_python_sees_errors_as_its_own_types(server: Server) -> None:
