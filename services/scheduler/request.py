@@ -73,6 +73,11 @@ class Sequence:
         return len(self.request.prompt) + len(self.output)
 
     @property
+    def leader(self) -> Sequence:
+        """Of one that waits as a fork: the sibling that computes the prompt of both."""
+        return next(one for one in self.request.sequences if self in one.forks)
+
+    @property
     def victim_key(self) -> tuple[int, int, int, int]:
         """Preemption takes the largest: lowest priority first, then the least often preempted, then the newest."""
         return (self.request.priority, -self.preemptions, self.request.order, self.index)
