@@ -102,7 +102,8 @@ class Intake:
         limits, waiting, rows = self._limits, self._queues.waiting, self._running.rows.num_free
         if message.generated_counts:
             return
-        n, tokens = message.sampling.n, message.sampling.n * len(message.prompt_ids)
+        n = max(message.sampling.n, message.sampling.best_of)
+        tokens = n * len(message.prompt_ids)
         room = self._tables.pool.num_available * limits.block_size if rows else 0
         if len(waiting) + n > limits.max_num_queued_reqs + rows:
             name, problem = "max_num_queued_reqs", f"{len(waiting)} requests are waiting already"

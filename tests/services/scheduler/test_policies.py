@@ -137,7 +137,9 @@ def test_n_counts_n_in_the_queue() -> None:
     simulation.submit(1, [5] * 10, 3, n=4)
     with pytest.raises(RequestError, match="max_num_queued_reqs is 3"):
         simulation.submit(2, [5] * 10, 3, n=4)
-    simulation.submit(3, [5] * 10, 3, n=3)
+    with pytest.raises(RequestError, match="max_num_queued_reqs is 3"):
+        simulation.submit(3, [5] * 10, 3, n=1, best_of=4)
+    simulation.submit(4, [5] * 10, 3, n=1, best_of=3)
 
 
 def test_a_request_that_waits_longer_than_max_queue_time_is_dropped_rather_than_run() -> None:
