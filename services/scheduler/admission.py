@@ -140,7 +140,7 @@ class Admission:
         patient = not sequence.awaits or step_id - sequence.awaits < AWAIT_STEPS
         if sequence.awaits and patient and self._tables.is_key_being_written(sequence):
             return False
-        if sequence.missing > self._tables.pool.num_available - slack and self._looks_later:
+        if self._is_known_not_to_fit(sequence):
             return False
         _feed(sequence)
         match = self._tables.look_up(sequence)
@@ -158,10 +158,10 @@ class Admission:
             self._stats.copied("prefix")
         return True
 
-    @property
-    def _looks_later(self) -> bool:
-        """Whether who did not fit is not looked up again in this plan, unless there is room now."""
-        return bool(self._flight.steps) and bool(self._flight.next_step % LOOK_UP_AGAIN)
+    def _is_known_not_to_fit(self, sequence: Sequence) -> bool:
+        """Whether it lacked more blocks than there are now, and need not be looked up again in this plan."""
+        later = self._flight.steps and self._flight.next_step % LOOK_UP_AGAIN
+        return bool(later) and sequence.missing > self._tables.pool.num_available - self._slack
 
     def _bring_back(self, draft: Draft, first: Sequence, budget: int) -> int | None:
         """Admits the swapped group of ``first``, all of it or nothing (None); returns how many tokens it computes."""
@@ -169,6 +169,8 @@ class Admission:
         rows = sum(1 + len(sequence.forks) for sequence in group)
         free = min(self._running.num_free_rows, budget)
         if rows > free or any(self._flight.has(sequence.fence) for sequence in group):
+            return None
+        if self._is_known_not_to_fit(first):
             return None
         for sequence in group:
             _feed(sequence)

@@ -64,10 +64,13 @@ class Swaps:
             rest = enumerate(sequence.host[len(entries) :], len(entries))
             missing[sequence] = [(host, 0 if index < full else number) for index, host in rest]
             extra += sequence.cached % size == 0
-        if len({one for wanted in missing.values() for one in wanted}) + extra > pool.num_available - slack:
+        needed = len({one for wanted in missing.values() for one in wanted}) + extra
+        if needed > pool.num_available - slack:
             for sequence in group:
                 self._tables.release(sequence)
+            group[0].missing = needed
             return None
+        group[0].missing = 0
         placed: dict[tuple[int, int], int] = {}
         for sequence in group:
             for one in missing[sequence]:
