@@ -70,15 +70,7 @@ class Admission:
             if sequence.request.scheduled is None:
                 self._note_first(sequence)
             budget -= self._prefill.enter(draft, sequence, budget)
-        self._holdup = (
-            "budget"
-            if budget <= 0
-            else "memory"
-            if queues.prefilling
-            else "turn"
-            if running.num_free_rows > 0
-            else "slots"
-        )
+        self._holdup = self._why_no_more(budget)
         return budget
 
     def waits_for(self, sequence: Sequence) -> str:
@@ -104,6 +96,14 @@ class Admission:
     def _slack(self) -> int:
         """Blocks that an admission leaves available."""
         return self._watermark if self._running.rows.num_used else 0
+
+    def _why_no_more(self, budget: int) -> str:
+        """What ended the admissions of a plan that has ``budget`` tokens left; turn: nothing but who was next."""
+        if budget <= 0:
+            return "budget"
+        if self._queues.prefilling:
+            return "memory"
+        return "turn" if self._running.num_free_rows > 0 else "slots"
 
     def _note_first(self, sequence: Sequence) -> None:
         """A request is admitted for the first time."""
