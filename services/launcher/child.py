@@ -77,7 +77,7 @@ class Child:
             self._process.send_signal(number)
 
     def _on_beat(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):  # reset: killed with a reason unread
             if self._lifeline.recv(4096):
                 self.heard = time.monotonic()
             else:

@@ -8,6 +8,7 @@ of them, and with "never" when it could not at the best length.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -71,7 +72,7 @@ class BeamSearch:
         last = self._length == self.max_tokens
         for fork in forks[: self.width]:
             if last or fork.token in self.stop_ids:
-                worth = fork.score / self._length**self.length_penalty
+                worth = worth_of(fork.score, self._length, self.length_penalty)
                 self.hypotheses.append(Hypothesis(worth, fork.score, [*outputs[fork.parent], fork.token]))
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.worth)
         del self.hypotheses[self.width :]
@@ -84,5 +85,14 @@ class BeamSearch:
     def _can_improve(self) -> bool:
         longest = self.early_stopping == "never" and self.length_penalty > 0
         length = self.max_tokens if longest else self._length
-        best: float = self._scores[0] / length**self.length_penalty
-        return best > self.hypotheses[-1].worth
+        return worth_of(self._scores[0], length, self.length_penalty) > self.hypotheses[-1].worth
+
+
+def worth_of(score: float, length: int, length_penalty: float) -> float:
+    """``score / length ** length_penalty`` for a score of at most 0, with the limits where the power has no float."""
+    try:
+        return score / float(length**length_penalty)
+    except OverflowError:
+        return -0.0
+    except ZeroDivisionError:
+        return -math.inf if score else 0.0

@@ -25,7 +25,11 @@ class PlanLog:
 
     def write(self, plan: Plan, scheduler: Scheduler) -> None:
         step, rows = scheduler.steps[-1], scheduler.rows
-        names = {s: f"{seq.request.rid}/{seq.index}" for s, seq in enumerate(rows.sequences) if seq is not None}
+        named = {slot: sequence for slot, sequence in enumerate(rows.sequences) if sequence is not None}
+        # A beam has its row for one step only and has left it by now.
+        named |= dict(zip(plan.chunk_slots, (sequence for sequence, _ in step.chunks), strict=True))
+        named |= dict(zip(step.slots.tolist(), step.sequences, strict=True))
+        names = {slot: f"{sequence.request.rid}/{sequence.index}" for slot, sequence in sorted(named.items())}
         chunks = zip(plan.chunk_slots, plan.chunk_starts, plan.chunk_lens, plan.chunk_samples, strict=True)
         load = scheduler.load
         entry = {

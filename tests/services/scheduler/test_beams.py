@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.scheduler.beam_search import BeamSearch
+from services.scheduler.plan_log import PlanLog
 from shared.errors import RequestError
 from tests.services.scheduler.simulation import EOS, VOCAB, Simulation, toy_candidates, toy_output
 
@@ -206,3 +209,33 @@ def test_a_search_of_one_beam_is_greedy() -> None:
     assert search.done
     assert [hypothesis.tokens for hypothesis in search.hypotheses] == [[4, 5, 9]]
     assert search.hypotheses[0].cumulative == pytest.approx(-0.8)
+
+
+@pytest.mark.parametrize("early", ["false", "true", "never"])
+@pytest.mark.parametrize("penalty", [-100.0, 100.0])
+def test_penalties_beyond_what_a_float_holds_end_nothing(penalty: float, early: str) -> None:
+    """2,000 ** 100 has no float and 2,000 ** -100 is none but 0; a search with such a penalty is its own affair."""
+    search = BeamSearch(2, 2000, frozenset([9]), penalty, early)
+    outputs: list[list[int]] = [[]]
+    for step in range(2000):
+        offers = [[(1, -0.1), (2, -0.2), (9, -0.3 if step > 1500 else -9.0)] for _ in outputs]
+        forks = search.advance(offers, outputs)
+        if search.done:
+            break
+        outputs = [[*outputs[fork.parent], fork.token] for fork in forks]
+    assert search.done
+    assert search.hypotheses
+
+
+def test_a_plan_log_names_beams(tmp_path: Path) -> None:
+    """A beam has left its row, which it has for one step, by the time its plan is written down."""
+    log = PlanLog(str(tmp_path / "plans.jsonl"))
+    simulation = Simulation(num_blocks=100)
+    simulation.submit(1, [5] * 6, 4, n=2, use_beam_search=True)
+    while (plan := simulation.plan()) is not None:
+        log.write(plan, simulation.scheduler)
+        simulation.execute()
+        simulation.retire()
+    log.close()
+    plans = [json.loads(line) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
+    assert [sorted(chunk[0] for chunk in plan["chunks"]) for plan in plans] == [["1/0"], *[["1/0", "1/1"]] * 3]
