@@ -82,6 +82,10 @@ class ModelExecutor:
     def memory(self) -> Memory:
         return self._memory
 
+    @property
+    def decoder(self) -> Decoder:
+        return self._decoder
+
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepOutput:
         begin = time.perf_counter()
