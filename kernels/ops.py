@@ -98,14 +98,17 @@ class Backend(Protocol):
     ) -> torch.Tensor: ...
 
 
-def select(device: torch.device, backend: str = "auto") -> Kernels:
-    """The operations on ``device`` by one of BACKENDS.
+def select(device: torch.device, backend: str = "auto", quantization: str = "none") -> Kernels:
+    """The operations on ``device`` by one of BACKENDS. quantization: int8 makes linear layers of the native CPU kernels
+    round their weights and inputs to int8; nothing else can.
 
     auto: triton on CUDA; on a CPU the native kernels, or the reference (with a warning) where they cannot be had.
     Raises UnavailableError when a backend named outright cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    if quantization == "int8":
+        return _int8(device, backend)
     if backend == "reference":
         return Kernels("reference", reference)
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
@@ -126,6 +129,15 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
             raise
         log.warning("no native CPU kernels, the slower torch ones run instead: %s", error)
         return Kernels("reference", reference)
+
+
+def _int8(device: torch.device, backend: str) -> Kernels:
+    if device.type != "cpu" or backend not in ("auto", "cpu"):
+        raise UnavailableError(f"int8 weights run on the native CPU kernels only, not with {backend} on {device}")
+    from kernels.cpu import load
+
+    native = load(int8=True)
+    return Kernels("cpu int8", native, native.int8_linear, native.decoder)
 
 
 class Kernels:

@@ -14,6 +14,7 @@ COMMANDS = {
     "tokenizer": ("services.tokenizer.main", "text to tokens and back"),
     "scheduler": ("services.scheduler.main", "the one owner of KV memory"),
     "worker": ("services.worker.main", "runs the model"),
+    "bench": ("services.worker.bench", "bench step: where the time of a step goes"),
     "fetch": ("services.fetch", "download and convert a model without serving it"),
 }
 

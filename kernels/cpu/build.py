@@ -50,7 +50,8 @@ _AVX2 = frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"]
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
 ISAS = (
-    Isa("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    # Every processor with bf16 products has those of int8 (VNNI) too.
+    Isa("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), _AVX512 | {"avx512_bf16", "avx512_vnni"}),
     Isa("avx512", ("-march=x86-64-v4",), _AVX512),
     Isa("avx2", ("-march=x86-64-v3",), _AVX2),
 )

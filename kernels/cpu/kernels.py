@@ -15,11 +15,18 @@ from kernels.cpu.library import DTYPES, Cache, Library, Scores, sequences
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.step import Step, fuse
 from kernels.decoder import DecoderParts
+from kernels.errors import UnavailableError
 
 
-def load() -> CpuKernels:
-    """The kernels for this processor, compiled first if need be. Raises UnavailableError where that cannot be."""
-    return CpuKernels(Library(build.library(build.choose())))
+def load(*, int8: bool = False) -> CpuKernels:
+    """The kernels for this processor, compiled first if need be. Raises UnavailableError where that cannot be.
+
+    int8: they must have products of int8.
+    """
+    library = Library(build.library(build.choose()))
+    if int8 and not library.int8_bytes(64, 64):
+        raise UnavailableError("int8 weights need a processor with AVX512-VNNI and AVX512-BF16")
+    return CpuKernels(library)
 
 
 class CpuKernels:
@@ -218,6 +225,12 @@ class CpuKernels:
         if weight.dtype not in DTYPES or weight.shape[1] % 2:
             return partial(F.linear, weight=weight, bias=bias)
         return PackedLinear(self._library, weight, bias)
+
+    def int8_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[..., torch.Tensor]:
+        """``linear`` with weights and inputs rounded to int8, but for weights whose inputs are no multiple of 64."""
+        if weight.dtype in DTYPES and self._library.int8_bytes(*weight.shape):
+            return PackedLinear(self._library, weight, bias, int8=True)
+        return self.linear(weight, bias)
 
     def decoder(self, parts: DecoderParts) -> Step | None:
         """The decoder as one call; None where a part has a form that the library does not have."""

@@ -36,7 +36,13 @@ class Scores(Structure):
 class LinearArguments(Structure):
     """A packed weight and its bias."""
 
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64))
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+    )
 
 
 class LayerArguments(Structure):
@@ -129,6 +135,8 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "quire_silu_mul": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32]),
     "quire_linear_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "quire_linear_pack": (None, [c_int32, c_void_p, c_void_p, c_int64, c_int64]),
+    "quire_int8_bytes": (c_int64, [c_int64, c_int64]),
+    "quire_int8_pack": (None, [c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "quire_linear": (
         None,
         [c_int32, POINTER(LinearArguments), c_void_p, c_int64, c_void_p, c_int64, c_int64],

@@ -12,15 +12,36 @@ from kernels.cpu.library import DTYPES, Library, LinearArguments
 class PackedLinear:
     """``x @ weight.T + bias`` over a copy of the weight in the kernel's own order; inputs are even."""
 
-    def __init__(self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None, *, int8: bool = False
+    ) -> None:
+        """int8: weights and inputs are rounded to int8, which ``library.int8_bytes`` must allow for this shape."""
         outputs, inputs = weight.shape
         self._library = library
         self._dtype = DTYPES[weight.dtype]
         self._bias = bias
-        self._packed = torch.empty(library.linear_bytes(self._dtype, outputs, inputs), dtype=torch.uint8)
-        library.linear_pack(self._dtype, weight.contiguous().data_ptr(), self._packed.data_ptr(), outputs, inputs)
+        weight = weight.contiguous()
+        self._scales: torch.Tensor | None = None
+        if int8:
+            self._packed = torch.empty(library.int8_bytes(outputs, inputs), dtype=torch.uint8)
+            self._scales = torch.empty(-(-outputs // 64) * 64)
+            library.int8_pack(
+                self._dtype,
+                weight.data_ptr(),
+                self._packed.data_ptr(),
+                self._scales.data_ptr(),
+                outputs,
+                inputs,
+            )
+        else:
+            self._packed = torch.empty(library.linear_bytes(self._dtype, outputs, inputs), dtype=torch.uint8)
+            library.linear_pack(self._dtype, weight.data_ptr(), self._packed.data_ptr(), outputs, inputs)
         self.arguments = LinearArguments(
-            self._packed.data_ptr(), None if bias is None else bias.data_ptr(), outputs, inputs
+            packed=self._packed.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            scales=None if self._scales is None else self._scales.data_ptr(),
+            outputs=outputs,
+            inputs=inputs,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

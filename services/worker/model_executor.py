@@ -37,7 +37,7 @@ class ModelExecutor:
         torch.set_num_threads(threads)
         self._device = machine.pick_device(config.device)
         self._dtype = machine.pick_dtype(config.dtype, self._device)
-        self._kernels = _kernels(self._device, config.attention_backend)
+        self._kernels = _kernels(self._device, config)
         files = locate(config.model, download_dir=config.download_dir, progress=True)
         model = ModelConfig.load(files.folder)
         max_model_len = model.max_model_len(config.max_model_len)
@@ -89,6 +89,10 @@ class ModelExecutor:
     @property
     def memory(self) -> Memory:
         return self._memory
+
+    @property
+    def decoder(self) -> Decoder:
+        return self._decoder
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepOutput:
@@ -203,11 +207,13 @@ class ModelExecutor:
         return torch.from_numpy(array).to(self._device)
 
 
-def _kernels(device: torch.device, backend: str) -> Kernels:
+def _kernels(device: torch.device, config: WorkerConfig) -> Kernels:
     try:
-        return select(device, backend)
+        return select(device, config.attention_backend, config.quantization)
     except UnavailableError as error:
-        raise ConfigError(f"--attention-backend {backend}: {error}") from error
+        option = "attention-backend" if config.quantization == "none" else "quantization"
+        value = config.attention_backend if config.quantization == "none" else config.quantization
+        raise ConfigError(f"--{option} {value}: {error}") from error
 
 
 def _name(dtype: torch.dtype) -> str:

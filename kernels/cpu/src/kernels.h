@@ -67,9 +67,17 @@ QUIRE_API void quire_silu_mul(int32_t dtype, const void* gate_up, int64_t stride
 QUIRE_API int64_t quire_linear_bytes(int32_t dtype, int64_t outputs, int64_t inputs);
 QUIRE_API void quire_linear_pack(int32_t dtype, const void* weight, void* packed, int64_t outputs, int64_t inputs);
 
-/// A packed weight [outputs, inputs] and its bias (which may be null). inputs is even.
+/// Bytes of `weight` [outputs, inputs] when packed as int8, with a scale for each output; 0 where this library cannot
+/// multiply those, or inputs is no multiple of 64.
+QUIRE_API int64_t quire_int8_bytes(int64_t outputs, int64_t inputs);
+QUIRE_API void quire_int8_pack(int32_t dtype, const void* weight, void* packed, float* scales, int64_t outputs,
+                     int64_t inputs);
+
+/// A packed weight [outputs, inputs] and its bias (which may be null). inputs is even. scales: [outputs rounded up to
+/// 64] of an int8 weight, else null.
 struct QuireLinear {
   const void *packed, *bias;
+  const float* scales;
   int64_t outputs, inputs;
 };
 

@@ -3,6 +3,10 @@
 // Weights are packed once into the panels of product.h, so that a step's work streams through them in order. bf16
 // weights meet bf16 inputs as pairs where the processor multiplies those; elsewhere they are widened as they are read
 // (half the bytes of float weights, which is what bounds small batches), and so is fp16.
+//
+// int8 weights have one scale for each output. Inputs are then rounded to int8 too, with a scale for each group of
+// kGroup along a row, so that an outlier costs precision in its group alone; products of a group are exact. Weights
+// are kept as w + 128, since the instruction multiplies unsigned by signed, and sums begin at what that adds.
 #pragma once
 #include "kernels.h"
 #include "product.h"
@@ -23,6 +27,8 @@ struct Packed<bf16> {
 };
 #endif
 
+constexpr int kGroup = 64;
+
 /// One layer. Work is cut by panels of columns and blocks of rows; no cut changes an output's bits.
 template <class T>
 class Linear {
@@ -33,13 +39,17 @@ class Linear {
   explicit Linear(const QuireLinear& layer)
       : packed_(static_cast<const R*>(layer.packed)),
         bias_(static_cast<const T*>(layer.bias)),
+        scales_(layer.scales),
         outputs_(layer.outputs),
         inputs_(layer.inputs),
         steps_(int(layer.inputs / Packed<T>::kElements)),
         panel_(int64_t(steps_) * kPanel) {}
 
-  /// Elements of the float copy of x that `run` needs (often none).
-  static constexpr int64_t wide(int64_t rows, int64_t inputs) { return kWidens ? rows * inputs : 0; }
+  /// Floats of memory that `run` needs for its copy of x (often none).
+  int64_t wide(int64_t rows) const {
+    if (scales_) return rows * (inputs_ / 4 + 2 * inputs_ / kGroup);
+    return kWidens ? rows * inputs_ : 0;
+  }
 
   /// out [rows, outputs] of x [rows, inputs]. wide: memory that all threads share. Ends with a barrier.
   void run(Team& team, const T* x, int64_t x_stride, int rows, T* out, int64_t out_stride, float* wide) const;
@@ -56,8 +66,21 @@ class Linear {
   struct Input {
     const L* rows;
     int64_t stride;
+    const int8_t* quantized = nullptr;  // [rows, inputs]
+    const float* scales = nullptr;      // [rows, inputs / kGroup]
+    const int32_t* sums = nullptr;      // -128 times the sum of each group
   };
 
+  Input from(Input input, int row) const {
+    const int64_t groups = inputs_ / kGroup;
+    if (scales_)
+      return {nullptr, 0, input.quantized + row * inputs_, input.scales + row * groups, input.sums + row * groups};
+    return {input.rows + row * input.stride, input.stride};
+  }
+
+  Input quantize(Team& team, const T* x, int64_t x_stride, int rows, float* wide) const;
+  template <int ROWS, int VECTORS>
+  void multiply_int8(V (&c)[ROWS][VECTORS], Input input, int half) const;
   Input prepare(Team& team, const T* x, int64_t x_stride, int rows, float* wide) const;
   void columns(Input input, int half, int halves, int rows, T* out, int64_t out_stride) const;
   template <int VECTORS>
@@ -66,6 +89,7 @@ class Linear {
 
   const R* packed_;
   const T* bias_;
+  const float* scales_;
   const int64_t outputs_, inputs_;
   const int steps_;
   const int64_t panel_;

@@ -111,12 +111,16 @@ class Step {
 
   void allocate() {
     const int64_t rows = std::max(tokens_, samples_);
-    int64_t inner = 0, inputs = std::max<int64_t>(hidden_, q_size_);
+    int64_t inner = 0, wide = Linear<T>(decoder_.head).wide(rows);
     size_t partials = 0;
-    for (int i = 0; i < decoder_.num_layers; ++i) inner = std::max(inner, decoder_.layers[i].down.inputs);
+    for (int i = 0; i < decoder_.num_layers; ++i) {
+      const QuireLayer& layer = decoder_.layers[i];
+      inner = std::max(inner, layer.down.inputs);
+      for (const QuireLinear* linear : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
+        wide = std::max(wide, Linear<T>(*linear).wide(rows));
+    }
     for (const Attention& attention : attention_)
       partials = std::max(partials, attention.decode.partial_floats(decoder_.heads, decoder_.head_dim));
-    const int64_t wide = Linear<T>::wide(rows, std::max(inputs, inner));
     const auto cut = [&](Arena arena) {
       residual_ = arena.take<T>(rows * hidden_);
       selected_residual_ = arena.take<T>(samples_ * int64_t(hidden_));

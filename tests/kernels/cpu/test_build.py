@@ -36,7 +36,8 @@ def cpuinfo(folder: Path, flags: str) -> Path:
         (AVX512.replace(" avx512vl", ""), ["avx2"]),
         (f"{AVX2} avx512f avx512_bf16", ["avx2"]),
         (AVX512, ["avx512", "avx2"]),
-        (f"{AVX512} avx512_bf16 amx_bf16", ["avx512bf16", "avx512", "avx2"]),
+        (f"{AVX512} avx512_bf16 amx_bf16", ["avx512", "avx2"]),
+        (f"{AVX512} avx512_bf16 avx512_vnni", ["avx512bf16", "avx512", "avx2"]),
     ],
 )
 def test_only_what_the_processor_has(tmp_path: Path, flags: str, expected: list[str]) -> None:

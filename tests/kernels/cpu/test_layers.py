@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.cpu.kernels import CpuKernels
+from kernels.cpu.linear import PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -189,3 +190,34 @@ def test_argmax_takes_the_first_of_equals(kernels: CpuKernels, dtype: torch.dtyp
     logits[4, columns // 2 :] = 500
     expected = [logits[0].tolist().index(max(logits[0].tolist())), 0, columns - 1, 0, columns // 2]
     assert kernels.argmax(logits).tolist() == expected
+
+
+def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x in float64 after rounding to int8 with a scale for each group along its rows."""
+    parts = x.double().unflatten(-1, (-1, group))
+    scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    return ((parts / scale).round() * scale).flatten(-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 13, 130])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (100, 128), (960, 576)])
+def test_int8_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
+    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+    x[0] = 0
+    bias = random(outputs, dtype=dtype, seed=2)
+    layer = kernels.int8_linear(weight, bias)
+    if not isinstance(layer, PackedLinear) or layer.arguments.scales is None:
+        pytest.skip("no products of int8")
+    out = layer(x)
+    size = inputs**0.5
+    absolute = {torch.float32: 0.01, torch.bfloat16: 0.02, torch.float16: 0.01}[dtype] * size  # ties may round apart
+    expected = rounded(x, 64) @ rounded(weight, inputs).T + bias.double()
+    torch.testing.assert_close(out.double(), expected, atol=absolute, rtol=RELATIVE[dtype])
+    assert (out.double() - expected).abs().mean() < absolute / 4
+    assert all(torch.equal(layer(x[begin : begin + 3]), out[begin : begin + 3]) for begin in range(0, rows, 11))
+
+
+def test_int8_keeps_weights_whose_inputs_are_no_multiple_of_64(kernels: CpuKernels) -> None:
+    x, weight = random(3, 96, dtype=torch.bfloat16), random(40, 96, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(kernels.int8_linear(weight)(x), kernels.linear(weight)(x))

@@ -68,6 +68,10 @@ def test_number_of_blocks(folder: Path, options: dict[str, Any], blocks: int) ->
             r"no memory for KV: a block of 16 tokens takes 12288 bytes, two are needed .* there are 24575 bytes",
         ),
         ({"max_model_len": 257}, "--max-model-len 257 is above the model's limit of 256 tokens"),
+        (
+            {"quantization": "int8", "attention_backend": "reference"},
+            "--quantization int8: int8 weights run on the native CPU kernels only, not with reference on cpu",
+        ),
         ({"num_gpu_blocks_override": 1 << 36}, r"the KV blocks asked for take 844424930131968 bytes, but \d+ bytes"),
     ],
 )

@@ -1,0 +1,174 @@
+"""Measures the parts of steps of a loaded model, in pairs with the matrix products alone, and the machine's peaks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from services.worker.model_executor import ModelExecutor
+from services.worker.models.config import ModelConfig
+from services.worker.models.decoder import Decoder
+from shared.codec import int32, no_ids
+from shared.wire import NewRow, Plan
+
+PARTS = ("linear", "head", "attention", "other", "sample")
+HEADER = (
+    f"{'':<14} {'step ms':>8} {'median':>8} "
+    + " ".join(f"{name:>9}" for name in (*PARTS, "python"))
+    + f" {'floor':>8} {'x floor':>8} {'GFLOP/s':>8} {'of peak':>8} {'GB/s':>8} {'of peak':>8}"
+)
+
+
+def account(
+    executor: ModelExecutor, batches: Sequence[int], prompts: Sequence[int], context: int, steps: int
+) -> Iterator[str]:
+    """Lines of a table. Times are milliseconds: the least of a step and of the floor, the median of a step, and the
+    medians of parts. The floor is every linear layer alone, called one by one after each step."""
+    decoder = executor.decoder
+    flops, bandwidth = _peak_flops(decoder), _peak_bandwidth()
+    yield f"peaks: {flops / 1e9:.0f} GFLOP/s in a linear layer of 512 rows, {bandwidth / 1e9:.1f} GB/s read"
+    yield HEADER
+    for batch in batches:
+        bench = _Bench(executor, batch, batch)
+        bench.fill(batch, context, steps)
+        for _ in range(steps):
+            bench.step(decodes=batch)
+        yield bench.line(f"decode {batch}", context + steps // 2, flops, bandwidth)
+    for tokens in prompts:
+        bench = _Bench(executor, tokens, 1)
+        for _ in range(max(2, steps // 2)):
+            bench.step(full=True, **_prompts(executor, [0], tokens, tokens))
+        yield bench.line(f"prompt {tokens}", tokens // 2, flops, bandwidth)
+
+
+class _Bench:
+    """Steps of ``rows`` tokens, of which ``samples`` sample, and what they took."""
+
+    def __init__(self, executor: ModelExecutor, rows: int, samples: int) -> None:
+        self._executor = executor
+        self._rows, self._samples = rows, samples
+        self._floor_call = _products(executor.decoder, rows, samples)
+        self._walls: list[float] = []
+        self._floors: list[float] = []
+        self._parts: dict[str, list[float]] = defaultdict(list)
+
+    def fill(self, sequences: int, context: int, steps: int) -> None:
+        """Computes prompts, a few at a time."""
+        at_once = max(1, 2048 // context)
+        for first in range(0, sequences, at_once):
+            slots = list(range(first, min(sequences, first + at_once)))
+            plan = _plan(
+                full=first == 0, decodes=first, **_prompts(self._executor, slots, context, context + steps + 1)
+            )
+            self._executor.execute(plan)
+
+    def step(self, **changes: object) -> None:
+        plan = _plan(**changes)
+        begin = time.perf_counter()
+        timings = self._executor.execute(plan).timings
+        wall = time.perf_counter() - begin
+        self._walls.append(wall)
+        for name in PARTS:
+            self._parts[name].append(timings.get(name, 0.0))
+        self._parts["python"].append(wall - sum(timings.get(name, 0.0) for name in PARTS))
+        begin = time.perf_counter()
+        self._floor_call()
+        self._floors.append(time.perf_counter() - begin)
+
+    def line(self, name: str, context: int, peak_flops: float, peak_bandwidth: float) -> str:
+        wall, floor = min(self._walls), min(self._floors)
+        flops, read = _work(self._executor.decoder, self._rows, self._samples, context)
+        parts = " ".join(f"{statistics.median(times) * 1e3:9.2f}" for times in self._parts.values())
+        ratio = statistics.median(a / b for a, b in zip(self._walls, self._floors, strict=True))
+        return (
+            f"{name:<14} {wall * 1e3:8.2f} {statistics.median(self._walls) * 1e3:8.2f} {parts} {floor * 1e3:8.2f} "
+            f"{ratio:8.2f} {flops / wall / 1e9:8.0f} {flops / wall / peak_flops:8.0%} {read / wall / 1e9:8.1f} "
+            f"{read / wall / peak_bandwidth:8.0%}"
+        )
+
+
+def _plan(**changes: object) -> Plan:
+    lists = ("new_rows", "chunk_slots", "chunk_starts", "chunk_lens", "chunk_samples", "table_slots", "table_lens")
+    columns = ("tokens", "table_blocks", "append_slots", "append_blocks", "swap_out", "swap_in", "copies")
+    values: dict[str, object] = {"step_id": 1, "scheduler_epoch": 1, "worker_epoch": 1, "full": False, "decodes": 0}
+    values |= {name: [] for name in (*lists, "pause", "resume", "release")} | {name: no_ids() for name in columns}
+    return Plan(**(values | changes))  # type: ignore[arg-type]
+
+
+def _prompts(executor: ModelExecutor, slots: Sequence[int], tokens: int, capacity: int) -> dict[str, object]:
+    """Parts of a plan that computes random prompts in new slots, with blocks for ``capacity`` tokens each."""
+    blocks = -(-capacity // executor.memory.block_size)
+    table = [1 + slot * blocks + i for slot in slots for i in range(blocks)]
+    ids = torch.randint(executor.memory.vocab_size, (len(slots) * tokens,)).tolist()
+    return {
+        "new_rows": [NewRow(slot, 0, 0, 0.0, 1.0, 0, 0.0, seed=0) for slot in slots],
+        "table_slots": list(slots),
+        "table_lens": [blocks] * len(slots),
+        "table_blocks": int32(table),
+        "chunk_slots": list(slots),
+        "chunk_starts": [0] * len(slots),
+        "chunk_lens": [tokens] * len(slots),
+        "chunk_samples": [[slot] for slot in slots],
+        "tokens": int32(ids),
+    }
+
+
+def _products(decoder: Decoder, rows: int, samples: int) -> Callable[[], None]:
+    """A call of every linear layer as a step of ``rows`` tokens makes it, and of nothing else."""
+    config, dtype = decoder.config, decoder.embedding.dtype
+    hidden = torch.randn(rows, config.hidden_size, dtype=dtype)
+    attended = torch.randn(rows, config.num_heads * config.head_dim, dtype=dtype)
+    inner = torch.randn(rows, config.intermediate_size, dtype=dtype)
+    last = hidden[:samples]
+
+    def call() -> None:
+        for layer in decoder.layers:
+            layer.qkv(hidden)
+            layer.out(attended)
+            layer.gate_up(hidden)
+            layer.down(inner)
+        decoder.head(last)
+
+    return call
+
+
+def _layer_weights(config: ModelConfig) -> int:
+    """Weights of the linear layers of one layer."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
+
+
+def _work(decoder: Decoder, rows: int, samples: int, context: int) -> tuple[float, float]:
+    """Floating-point operations of a step, and bytes it must read: each weight once, and keys and values."""
+    config, size = decoder.config, decoder.embedding.dtype.itemsize
+    layers, head = config.num_layers * _layer_weights(config), config.hidden_size * config.vocab_size
+    attention = 4 * rows * context * config.num_heads * config.head_dim * config.num_layers
+    kv = 2 * samples * context * config.num_kv_heads * config.head_dim * config.num_layers
+    return float(2 * rows * layers + 2 * samples * head + attention), float(size * (layers + head + kv))
+
+
+def _peak_flops(decoder: Decoder) -> float:
+    config = decoder.config
+    x = torch.randn(512, config.hidden_size, dtype=decoder.embedding.dtype)
+    outputs = 2 * config.intermediate_size
+    return 2 * 512 * outputs * config.hidden_size / _least(lambda: decoder.layers[0].gate_up(x))
+
+
+def _peak_bandwidth() -> float:
+    words = torch.ones(1 << 26)
+    return words.numel() * 4 / _least(words.sum)
+
+
+def _least(call: Callable[[], object], seconds: float = 1.0) -> float:
+    """Seconds of the fastest of the calls that fit into some time."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
