@@ -12,6 +12,8 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -26,11 +28,12 @@ from services.scheduler.stats import Load, Stats
 from services.scheduler.steps import Draft, Step
 from services.scheduler.streams import Streams
 from services.scheduler.swaps import Swaps
-from services.scheduler.tables import Tables
+from services.scheduler.tables import NOTHING, Tables
 from services.scheduler.waiting import WaitingQueue
 from shared.codec import Int32, int32
 from shared.errors import QuireError, RequestError
 from shared.ids import client_of
+from shared.logprobs import by_entry
 from shared.wire import Accept, Done, Finished, Logprobs, Plan, SubmitTokens
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -162,7 +165,7 @@ class Scheduler:
             self.streams.send_ends(request)
             return
         self.stats.taken_back(len(sequence.output) - keep)
-        del sequence.output[keep:]
+        del sequence.output[keep:], sequence.logprobs[keep:]
         self._finish(sequence, "stop")
 
     def drop_owner(self, owner: bytes) -> int:
@@ -282,6 +285,7 @@ class Scheduler:
         ids: Int32,
         timings: Mapping[str, float],
         logprobs: Logprobs | None = None,
+        prompt_logprobs: Logprobs | None = None,
     ) -> None:
         """Takes in the result of the oldest step in flight: its tokens count, and what it alone named is free."""
         if not self.steps or self.steps[0].step_id != step_id:
@@ -294,6 +298,8 @@ class Scheduler:
         self._give_back(step)
         self._measure(step, timings)
         searches = self._take_logprobs(step, logprobs) if logprobs is not None else ()
+        if prompt_logprobs is not None:
+            self._take_prompt_logprobs(step, prompt_logprobs)
         delivered, shares = 0, self.waiting.shares
         for sequence, token in zip(step.sequences, ids.tolist(), strict=True):
             if sequence.finished is not None:
@@ -305,9 +311,9 @@ class Scheduler:
                 self.stats.prompt_cached(len(request.prompt), request.cached_tokens)
             if request.search is not None:
                 continue
-            if not request.is_held:
-                request.outbox.token(request.rid, sequence.index, len(output), token)
             output.append(token)
+            if not request.is_held:
+                self.streams.token(sequence)
             delivered += 1
             if shares is not None:
                 shares.serve(request.tenant, output_tokens=1)
@@ -724,8 +730,10 @@ class Scheduler:
             return False
         if len(sequence.feed) != sequence.num_tokens:
             sequence.feed = np.concatenate([sequence.request.prompt, int32(sequence.output)])
-        match = self.tables.look_up(sequence)
-        if patient and self.tables.is_being_written(sequence, match):
+        # What tells the logprobs of a prompt computes all of it.
+        look_up = sequence.request.missing_prompt_logprobs < 0
+        match = self.tables.look_up(sequence) if look_up else NOTHING
+        if look_up and patient and self.tables.is_being_written(sequence, match):
             sequence.awaits = sequence.awaits or step_id
             return False
         adopted = self.tables.adopt(sequence, match, slack=slack, step_id=step_id)
@@ -770,17 +778,27 @@ class Scheduler:
         return len(ready)
 
     def _take_logprobs(self, step: Step, logprobs: Logprobs) -> list[Request]:
-        """Adds up logprobs of held sequences, and gives beams their offers. Returns the requests of these."""
-        start, searches = 0, dict[Request, None]()
-        for entry, sampled, count in zip(logprobs.entries, logprobs.sampled, logprobs.top_counts, strict=True):
-            sequence, end = step.sequences[entry], start + count
+        """Keeps and adds up logprobs, and gives beams their offers. Returns the requests of these."""
+        searches = dict[Request, None]()
+        for entry, found in by_entry(logprobs):
+            sequence = step.sequences[entry]
             if sequence.state is State.BEAM:
-                sequence.offer = list(zip(logprobs.top_ids[start:end], logprobs.top[start:end], strict=True))
+                _, _, top_ids, top = found
+                sequence.offer = list(zip(top_ids, top, strict=True))
                 searches[sequence.request] = None
             elif sequence.finished is None and sequence.request.search is None:
-                sequence.cumulative += sampled
-            start = end
+                sequence.cumulative += found[0]
+                if sequence.request.sampling.logprobs >= 0:
+                    sequence.logprobs.append(found)
         return list(searches)
+
+    def _take_prompt_logprobs(self, step: Step, logprobs: Logprobs) -> None:
+        """Keeps those that are new: a prompt that is computed again tells them again."""
+        for chunk, found in groupby(by_entry(logprobs), key=itemgetter(0)):
+            sequence, end = step.chunks[chunk]
+            known, tokens = sequence.request.prompt_logprobs, [one for _, one in found]
+            first = min(end, len(sequence.request.prompt) - 1) - len(tokens)  # counted from the second token
+            known += tokens[len(known) - first :]
 
     def _advance_beams(self, request: Request) -> int:
         """One step of a search, when all its beams have their offers; returns the tokens of the answer at its end."""
