@@ -48,12 +48,17 @@ COPY --from=requirements /requirements/all.txt /requirements/
 RUN /opt/quire/bin/pip install -r /requirements/all.txt
 
 FROM dependencies AS package
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY pyproject.toml README.md ./
 COPY shared shared
 COPY kernels kernels
 COPY services services
-RUN /opt/quire/bin/pip wheel --no-deps --wheel-dir /dist .
+# The CPU kernels for every instruction set: the image has no compiler, and each processor finds its own.
+RUN /opt/quire/bin/python -m kernels.cpu \
+ && /opt/quire/bin/pip wheel --no-deps --wheel-dir /dist .
 
 FROM base AS cpu
 # The cache is also the home of what other libraries keep: a volume there serves a container whose root is read-only.

@@ -59,6 +59,7 @@ async def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--megabytes", type=float, default=5)
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between two big prompts")
     args = parser.parse_args()
     async with httpx.AsyncClient(base_url=args.url, timeout=300, trust_env=False) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -73,6 +74,7 @@ async def main() -> None:
             while True:
                 answer = await client.post("/v1/completions", content=body)
                 answers.append(answer.status_code)
+                await asyncio.sleep(args.pause)
 
         async def probe() -> None:
             for _ in range(100):

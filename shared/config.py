@@ -13,12 +13,13 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from shared.errors import ConfigError
 
 C = TypeVar("C")
+ENVIRONMENT = "Each option is also an environment variable: --max-num-seqs is QUIRE_MAX_NUM_SEQS."
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -79,15 +80,19 @@ def parse_many(
     *,
     prog: str,
     about: str,
+    hidden: Collection[str] = (),
 ) -> list[Any]:
-    """Several configs from one command line that takes the options of all (equal names mean one option)."""
+    """Several configs from one command line that takes the options of all (equal names mean one option).
+
+    hidden: fields that this command sets itself and that are no options of it.
+    """
     env = os.environ if env is None else env
-    parser = _Parser(prog=prog, description=about, allow_abbrev=False)
+    parser = _Parser(prog=prog, description=about, epilog=ENVIRONMENT, allow_abbrev=False)
     seen: dict[str, Any] = {}
     for cls in classes:
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
-            if f.name not in seen:
+            if f.name not in seen and f.name not in hidden:
                 seen[f.name] = _add(parser, f, hints[f.name])
     given = vars(parser.parse_args(list(argv)))
     values = {name: _from_env(name, kind, env) for name, kind in seen.items()}

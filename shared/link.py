@@ -71,8 +71,8 @@ class Link:
 
     def send(self, message: Message) -> bool:
         """Queues a message; False when the peer's queue is full (counted; streams recover by RESUME)."""
-        # The asyncio socket's own send: it resolves at once with DONTWAIT, and afterwards looks for messages that came in
-        # meanwhile. A send on the underlying socket would swallow their edge-triggered wake-up.
+        # The asyncio socket's own send: it resolves at once with DONTWAIT, and afterwards looks for messages that came
+        # in meanwhile. A send on the underlying socket would swallow their edge-triggered wake-up.
         if self._socket.send_multipart(encode(message), zmq.DONTWAIT).exception() is not None:
             self.dropped += 1
             return False

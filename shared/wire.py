@@ -60,6 +60,8 @@ class Memory:
     """What a worker has to offer; the scheduler takes the smallest over all ranks.
 
     num_blocks counts block 0, which is padding and never owned. eos_ids and vocab_size come from the model's config.
+    model_digest and model_name: of its ``ModelFiles``; a tokenizer of another digest does not fit (empty: any does).
+    dtype: of weights and KV, the same on every rank.
     """
 
     num_blocks: int
@@ -70,6 +72,8 @@ class Memory:
     vocab_size: int
     eos_ids: list[int]
     model_digest: str
+    model_name: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class Welcome(Message):
     """Answer to HELLO. To a client only once a worker is ready, so a welcomed process can serve.
 
     From the scheduler; a tokenizer welcomes gateways with the same message (its own epoch, the scheduler's limits).
+    model_digest and model_name are the workers' (see ``Memory``): what a tokenizer must have, what clients ask for.
     """
 
     kind: ClassVar[Kind] = Kind.WELCOME
@@ -103,6 +108,7 @@ class Welcome(Message):
     vocab_size: int
     eos_ids: list[int]
     model_digest: str
+    model_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

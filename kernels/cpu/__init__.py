@@ -1,1 +1,5 @@
-"""Kernels for CPUs: C++ with intrinsics, compiled for what the processor can do (see ``build``) and called by ctypes."""
+"""Kernels for CPUs: C++ with intrinsics, compiled for what the processor can do (see ``build``), called by ctypes."""
+
+from kernels.cpu.kernels import CpuKernels, load
+
+__all__ = ["CpuKernels", "load"]

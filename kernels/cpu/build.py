@@ -1,6 +1,6 @@
 """Compiles the CPU kernels, one shared library per instruction set, and finds the one for this processor.
 
-At install or image build, ``python -m kernels.cpu.build`` puts libraries for all instruction sets beside this module,
+At install or image build, ``python -m kernels.cpu`` puts libraries for all instruction sets beside this module,
 where any processor then finds its own. From a checkout, the one needed is compiled on first use into the user's
 cache. Either way its name carries a hash of sources, flags and compiler, so that a changed source never meets an old
 library.
@@ -8,13 +8,11 @@ library.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from kernels.errors import UnavailableError
+from shared.errors import ConfigError
 from shared.models.cache import cache_root, locked, new_file
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,9 @@ PACKAGED = Path(__file__).parent / "lib"
 # on every processor that has the flags it is chosen by.
 FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp", "-fvisibility=hidden")
 
+_TIMEOUT = 1800.0
+"""Seconds for one file; it takes 20 on an idle core."""
+
 
 @dataclass(frozen=True)
 class Isa:
@@ -43,8 +46,8 @@ class Isa:
     needs: frozenset[str]
 
 
-_AVX2 = frozenset("avx avx2 bmi1 bmi2 f16c fma movbe".split())
-_AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_AVX2 = frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"])
+_AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
 ISAS = (
     Isa("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
@@ -52,10 +55,6 @@ ISAS = (
     Isa("avx2", ("-march=x86-64-v3",), _AVX2),
 )
 """Best first."""
-
-
-class BuildError(Exception):
-    """The kernels cannot be compiled here; says why."""
 
 
 def supported(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Isa]:
@@ -68,54 +67,65 @@ def supported(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Isa]:
     return [isa for isa in ISAS if isa.needs <= flags]
 
 
-def choose(environ: Mapping[str, str] = os.environ) -> Isa | None:
-    """The instruction set to use: the best one, or what KERNELS_CPU_ISA names; None for none.
+def choose(environ: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/cpuinfo")) -> Isa:
+    """The instruction set to use: the best one, or what KERNELS_CPU_ISA names.
 
-    Raises ValueError when KERNELS_CPU_ISA names what does not exist or what this processor lacks.
+    Raises UnavailableError when there is none, when KERNELS_CPU_ISA is none, or names one that this processor lacks.
     """
-    found = supported()
+    found = supported(cpuinfo)
     wanted = environ.get("KERNELS_CPU_ISA", "")
     if wanted == "none":
-        return None
+        raise UnavailableError("KERNELS_CPU_ISA is none")
+    if not found:
+        raise UnavailableError("this processor has no AVX2")
     if not wanted:
-        return found[0] if found else None
+        return found[0]
     for isa in found:
         if isa.name == wanted:
             return isa
     names = ", ".join([*(isa.name for isa in found), "none"])
-    raise ValueError(f"KERNELS_CPU_ISA={wanted}: this processor can do {names}")
+    raise UnavailableError(f"KERNELS_CPU_ISA is {wanted}; this processor can do {names}")
 
 
 def library(isa: Isa) -> Path:
-    """The library for ``isa``, compiled now unless it is there. Raises BuildError when that is not possible."""
+    """The library for ``isa``, compiled now unless it is there. Raises UnavailableError when that is not possible."""
     packaged = PACKAGED / f"{isa.name}-{_digest(isa, '')}.so"
     if packaged.exists():
         return packaged
     compiler = _compiler()
-    target = cache_root() / "kernels" / f"{isa.name}-{_digest(isa, _version(compiler))}.so"
-    if target.exists():
-        return target
     try:
+        target = cache_root() / "kernels" / f"{isa.name}-{_digest(isa, _version(compiler))}.so"
+        if target.exists():
+            return target
         with locked(target):
             if not target.exists():
                 log.warning("compiling CPU kernels for %s (once, about a minute)", isa.name)
                 begin = time.monotonic()
                 _compile(compiler, isa, target)
                 log.info("compiled %s in %.0f s", target, time.monotonic() - begin)
-    except OSError as error:
-        raise BuildError(f"cannot write {target}: {error.strerror}") from error
+    except (OSError, ConfigError) as error:
+        raise UnavailableError(f"cannot keep compiled kernels: {error}") from error
+    return target
+
+
+def package(isa: Isa) -> Path:
+    """The library for ``isa`` beside this module, compiled now unless it is there. Raises UnavailableError."""
+    target = PACKAGED / f"{isa.name}-{_digest(isa, '')}.so"
+    if not target.exists():
+        PACKAGED.mkdir(exist_ok=True)
+        _compile(_compiler(), isa, target)
     return target
 
 
 def _compiler() -> str:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise BuildError("there is no g++ on the PATH (CXX names another compiler)")
+        raise UnavailableError("there is no g++ on the PATH (CXX names another compiler)")
     return compiler
 
 
 def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    return _run([compiler, "--version"])
 
 
 def _digest(isa: Isa, compiler: str) -> str:
@@ -140,34 +150,12 @@ def _compile(compiler: str, isa: Isa, target: Path) -> None:
             _run([compiler, *FLAGS, *isa.flags, "-shared", *map(str, objects), "-o", str(part)])
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if result.returncode:
-        raise BuildError(f"{' '.join(command)} failed:\n{result.stderr[-4000:]}")
-
-
-def main(args: list[str] | None = None) -> int:
-    """``python -m kernels.cpu.build [isa ...]``: compiles libraries into the package, for all instruction sets."""
-    names = [isa.name for isa in ISAS]
-    parser = argparse.ArgumentParser(prog="python -m kernels.cpu.build", description="Compile the CPU kernels.")
-    parser.add_argument("isa", nargs="*", help=f"which: {', '.join(names)} (default: all)")
-    wanted = parser.parse_args(args).isa or names
-    for name in wanted:
-        if name not in names:
-            parser.error(f"unknown instruction set {name!r}; there are {', '.join(names)}")
-    PACKAGED.mkdir(exist_ok=True)
+def _run(command: list[str]) -> str:
+    """What the command prints. Raises UnavailableError when it fails or takes longer than _TIMEOUT."""
     try:
-        compiler = _compiler()
-        for isa in ISAS:
-            target = PACKAGED / f"{isa.name}-{_digest(isa, '')}.so"
-            if isa.name in wanted and not target.exists():
-                _compile(compiler, isa, target)
-                print(target)
-    except BuildError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"cannot compile: {error}") from error
+    if result.returncode:
+        raise UnavailableError(f"{' '.join(command)} failed:\n{result.stderr[-4000:]}")
+    return result.stdout

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from kernels import reference
-from kernels.cpu.library import DTYPES, Cache, Library, Scores, Sequences
+from kernels.cpu import build
+from kernels.cpu.library import DTYPES, Cache, Library, Scores, sequences
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.step import Step, fuse
+from kernels.decoder import DecoderParts
+
+
+def load() -> CpuKernels:
+    """The kernels for this processor, compiled first if need be. Raises UnavailableError where that cannot be."""
+    return CpuKernels(Library(build.library(build.choose())))
 
 
 class CpuKernels:
-    """Arguments and results are as in ``kernels.ops``, which checks them. Head sizes that are no multiple of 16 and
-    dtypes other than float32, bfloat16 and float16 go to the reference."""
+    """Arguments and results are as in ``kernels.ops``, which checks them. Head sizes that are no multiple of 16,
+    block sizes that are no power of two and dtypes other than float32, bfloat16 and float16 go to the reference."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        if kv.dtype not in DTYPES:
+        if not _stores(kv):
             return reference.store_kv(k, v, kv, slot_mapping)
         k, v = _rows(k), _rows(v)
         self._library.store_kv(
@@ -54,7 +65,7 @@ class CpuKernels:
         out = torch.empty(q.shape, dtype=q.dtype)
         self._library.paged_decode(
             byref(_cache(kv)),
-            byref(_sequences(block_table, seq_lens)),
+            byref(sequences(block_table, seq_lens)),
             byref(Scores(scale, softcap, window)),
             q.data_ptr(),
             q.stride(0),
@@ -80,7 +91,7 @@ class CpuKernels:
         out = torch.empty(q.shape, dtype=q.dtype)
         self._library.paged_prefill(
             byref(_cache(kv)),
-            byref(_sequences(block_table, seq_lens)),
+            byref(sequences(block_table, seq_lens)),
             byref(Scores(scale, softcap, window)),
             cu_seqlens.data_ptr(),
             q.data_ptr(),
@@ -113,18 +124,10 @@ class CpuKernels:
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """``rope`` of queries and keys and ``store_kv`` in one pass over ``qkv [T, H + 2 K, D]``.
-
-        Queries are rotated in place; keys on their way to ``kv``, and stay as they were in ``qkv``.
-        """
         kv_heads = kv.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
-        if kv.dtype not in DTYPES or not _dense_rows(qkv):
-            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-            k = k.clone()
-            reference.rope(q, cos_sin, positions)
-            reference.rope(k, cos_sin, positions)
-            return reference.store_kv(k, v, kv, slot_mapping)
+        if not _stores(kv) or not _dense_rows(qkv):
+            return reference.rope_store(qkv, kv, cos_sin, positions, slot_mapping)
         self._library.rope_store(
             byref(_cache(kv)),
             qkv.data_ptr(),
@@ -160,9 +163,7 @@ class CpuKernels:
         )
         return out
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dtype not in DTYPES or not residual.is_contiguous():
             return reference.add_rms_norm(x, residual, weight, eps)
         x = x.contiguous()
@@ -213,9 +214,14 @@ class CpuKernels:
         )
         return out
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        """A linear layer over a packed copy of ``weight [outputs, inputs]``; inputs must be even."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+        if weight.dtype not in DTYPES or weight.shape[1] % 2:
+            return partial(F.linear, weight=weight, bias=bias)
         return PackedLinear(self._library, weight, bias)
+
+    def decoder(self, parts: DecoderParts) -> Step | None:
+        """The decoder as one call; None where a part has a form that the library does not have."""
+        return fuse(self._library, parts)
 
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor
@@ -231,50 +237,16 @@ class CpuKernels:
         )
 
 
-class PackedLinear:
-    """``x @ weight.T + bias`` over a copy of the weight in the kernel's own order."""
-
-    def __init__(self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        outputs, inputs = weight.shape
-        if weight.dtype not in DTYPES or inputs % 2:
-            raise ValueError(f"a weight of {inputs} inputs in {weight.dtype} cannot be packed")
-        self._library = library
-        self._dtype = DTYPES[weight.dtype]
-        self.outputs, self.inputs, self.bias = outputs, inputs, bias
-        self._packed = torch.empty(library.linear_bytes(self._dtype, outputs, inputs), dtype=torch.uint8)
-        library.linear_pack(
-            self._dtype, weight.contiguous().data_ptr(), self._packed.data_ptr(), outputs, inputs
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, inputs] in the weight's dtype. Returns [rows, outputs]."""
-        x = x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
-        out = torch.empty((len(x), self.outputs), dtype=x.dtype)
-        self._library.linear(
-            self._dtype,
-            x.data_ptr(),
-            x.stride(0),
-            self._packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(),
-            self.outputs,
-            len(x),
-            self.outputs,
-            self.inputs,
-        )
-        return out
-
-
 def _attends(kv: torch.Tensor) -> bool:
-    return kv.dtype in DTYPES and kv.shape[4] % 16 == 0 and kv.shape[3] & (kv.shape[3] - 1) == 0
+    return _stores(kv) and kv.shape[4] % 16 == 0
+
+
+def _stores(kv: torch.Tensor) -> bool:
+    return kv.dtype in DTYPES and kv.shape[3] & (kv.shape[3] - 1) == 0
 
 
 def _cache(kv: torch.Tensor) -> Cache:
     return Cache(kv.data_ptr(), DTYPES[kv.dtype], kv.shape[2], kv.shape[3], kv.shape[4])
-
-
-def _sequences(block_table: torch.Tensor, seq_lens: torch.Tensor) -> Sequences:
-    return Sequences(block_table.data_ptr(), block_table.stride(0), seq_lens.data_ptr(), len(seq_lens))
 
 
 def _dense_rows(x: torch.Tensor) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
-
-from kernels.cpu import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -35,6 +33,70 @@ class Scores(Structure):
     _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32))
 
 
+class LinearArguments(Structure):
+    """A packed weight and its bias."""
+
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64))
+
+
+class LayerArguments(Structure):
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv", LinearArguments),
+        ("out", LinearArguments),
+        ("gate_up", LinearArguments),
+        ("down", LinearArguments),
+        ("window", c_int32),
+    )
+
+
+class DecoderArguments(Structure):
+    _fields_ = (
+        ("layers", c_void_p),
+        ("embedding", c_void_p),
+        ("norm", c_void_p),
+        ("cos_sin", c_void_p),
+        ("head", LinearArguments),
+        ("hidden", c_int64),
+        ("num_layers", c_int32),
+        ("dtype", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
+
+
+class BatchArguments(Structure):
+    """The tokens of one step."""
+
+    _fields_ = (
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("count", c_int64),
+        ("decodes", Sequences),
+        ("chunks", Sequences),
+        ("chunk_cu_seqlens", c_void_p),
+        ("samples", c_void_p),
+        ("sample_count", c_int64),
+    )
+
+
+class Times(Structure):
+    """Seconds of a step by part."""
+
+    _fields_ = (("linear", c_double), ("attention", c_double), ("other", c_double), ("head", c_double))
+
+
+def sequences(block_table: torch.Tensor, seq_lens: torch.Tensor) -> Sequences:
+    return Sequences(block_table.data_ptr(), block_table.stride(0), seq_lens.data_ptr(), len(seq_lens))
+
+
 _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "quire_store_kv": (None, [POINTER(Cache), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]),
     "quire_copy_blocks": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
@@ -49,7 +111,19 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "quire_rope": (None, [c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32]),
     "quire_rope_store": (
         None,
-        [POINTER(Cache), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_float],
+        [
+            POINTER(Cache),
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_int32,
+            c_void_p,
+            c_void_p,
+            c_float,
+        ],
     ),
     "quire_rms_norm": (None, [c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int32]),
     "quire_silu_mul": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32]),
@@ -57,7 +131,11 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "quire_linear_pack": (None, [c_int32, c_void_p, c_void_p, c_int64, c_int64]),
     "quire_linear": (
         None,
-        [c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64],
+        [c_int32, POINTER(LinearArguments), c_void_p, c_int64, c_void_p, c_int64, c_int64],
+    ),
+    "quire_step": (
+        None,
+        [POINTER(DecoderArguments), POINTER(c_void_p), c_int32, POINTER(BatchArguments), c_void_p, POINTER(Times)],
     ),
     "quire_argmax": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
 }
@@ -78,12 +156,3 @@ class Library:
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
         raise AttributeError(f"the library has no function {name}")
-
-
-def load() -> Library | None:
-    """The library for this processor; None where KERNELS_CPU_ISA is none or no instruction set fits.
-
-    Raises BuildError when it has to be compiled and cannot be.
-    """
-    isa = build.choose()
-    return None if isa is None else Library(build.library(isa))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.reference.fused import rope
+
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     stored = (slot_mapping >= 0).nonzero().squeeze(1)
@@ -15,6 +17,15 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: t
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     kv[:, 0].transpose(1, 2)[blocks, offsets] = k
     kv[:, 1].transpose(1, 2)[blocks, offsets] = v
+
+
+def rope_store(
+    qkv: torch.Tensor, kv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    kv_heads = kv.shape[2]
+    qk, v = torch.split(qkv, [qkv.shape[1] - kv_heads, kv_heads], dim=1)
+    rope(qk, cos_sin, positions)
+    store_kv(qk[:, -kv_heads:], v, kv, slot_mapping)
 
 
 def copy_blocks(kvs: Sequence[torch.Tensor], sources: torch.Tensor, destinations: torch.Tensor) -> None:

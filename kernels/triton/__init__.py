@@ -4,6 +4,7 @@ from kernels.triton.attention import paged_decode, paged_prefill
 from kernels.triton.fused import add_rms_norm, rms_norm, rope, silu_mul
 from kernels.triton.memory import copy_blocks, rope_store, store_kv
 from kernels.triton.sampling import sample
+from kernels.triton.swap import swap_blocks
 
 __all__ = [
     "add_rms_norm",
@@ -16,4 +17,5 @@ __all__ = [
     "sample",
     "silu_mul",
     "store_kv",
+    "swap_blocks",
 ]

@@ -100,8 +100,10 @@ def _walk(
             k = tl.load(keys + slot[None, :] + element[:, None], mask=(element < HEAD_DIM)[:, None], other=0.0)
         scores = dot(q, k, tl.zeros([rows, TILE], tl.float32)) * scale
         if SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1): right at both ends, where exp is 0 or infinite
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+            # tanh(|x|) = (1 - exp(-2 |x|)) / (1 + exp(-2 |x|)): never overflows, and there is no tanh on every device
+            small = tl.exp(-2.0 * tl.abs(scores) / softcap)
+            capped = softcap * (1.0 - small) / (1.0 + small)
+            scores = tl.where(scores < 0, -capped, capped)
         scores = scores * _LOG2E
         if MASKED:
             seen = live[None, :]
@@ -398,14 +400,15 @@ def paged_decode(
     if not seqs:
         return out
     tile = decode_tile(head_dim, q.dtype)
-    pad = triton.next_power_of_2(head_dim)
+    pad = _head_pad(head_dim)
     splits = min(MAX_SPLITS, max(1, -(-block_table.shape[1] * block_size // MIN_SPLIT_TOKENS)))
     partial = torch.empty((seqs, heads, splits, head_dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((seqs, heads, splits, 2), dtype=torch.float32, device=q.device)
     programs = min(splits, max(1, -(-_wanted_programs(q.device) // (seqs * kv_heads))))
     decode_kernel[(seqs, kv_heads, programs)](
-        out, partial, stats, q, kv, block_table, seq_lens, scale, softcap, block_table.stride(0), window, splits,
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
+        out, partial, stats, q, kv, block_table, seq_lens, float(scale), float(softcap),
+        block_table.stride(0), window, splits, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         WINDOW=window > 0, SOFTCAP=softcap > 0, HEADS=heads, GROUP=heads // kv_heads,
         ROWS=_rows(tile, heads // kv_heads), TILE=tile.tokens, HEAD_DIM=head_dim, HEAD_PAD=pad, BLOCK_SIZE=block_size,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -449,11 +452,12 @@ def paged_prefill(
     for tile, least_rows, most_rows in launches:
         rows = _rows(tile, group)
         prefill_kernel[(tokens // (rows // group) + seqs, kv_heads)](
-            out, q, kv, block_table, cu_seqlens, seq_lens, scale, softcap, seqs, block_table.stride(0), window,
-            least_rows, most_rows, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            out, q, kv, block_table, cu_seqlens, seq_lens, float(scale), float(softcap), seqs,
+            block_table.stride(0), window, least_rows, most_rows,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
             kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
             WINDOW=window > 0, SOFTCAP=softcap > 0, GROUP=group, ROWS=rows, TILE=tile.tokens,
-            HEAD_DIM=head_dim, HEAD_PAD=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size,
+            HEAD_DIM=head_dim, HEAD_PAD=_head_pad(head_dim), BLOCK_SIZE=block_size,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
@@ -464,15 +468,20 @@ def _check(q: torch.Tensor, kv: torch.Tensor) -> tuple[int, int]:
     _, _, kv_heads, block_size, head_dim = kv.shape
     if block_size not in (16, 32, 64, 128):
         raise ValueError(f"block_size {block_size}: the Triton kernels take 16, 32, 64 or 128")
-    if not 16 <= head_dim <= 256:
-        raise ValueError(f"head_dim {head_dim}: the Triton kernels take 16 to 256")
+    if head_dim > 256:
+        raise ValueError(f"head_dim {head_dim}: the Triton kernels take up to 256")
     if q.stride(2) != 1 or kv.stride(4) != 1:
         raise ValueError("q and kv must be contiguous in their last dimension")
     return kv_heads, block_size
 
 
+def _head_pad(head_dim: int) -> int:
+    """Tensor cores multiply 16 elements at a time, and a tile's sides are powers of two."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
 def _rows(tile: Tile, group: int) -> int:
-    return max(tile.rows, triton.next_power_of_2(group))
+    return max(tile.rows, int(triton.next_power_of_2(group)))
 
 
 def _wanted_programs(device: torch.device) -> int:

@@ -8,10 +8,10 @@ import triton.language as tl
 
 from kernels.triton.lang import cast
 
-_SILU_COLUMNS = 1024
+_SILU_COLUMNS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def rms_norm_kernel(out, x, weight, eps, heads, x_row_stride, x_head_stride, SIZE: tl.constexpr, PAD: tl.constexpr):
     """Program (r, h): row h of x[r]. Rounds to the tensor's dtype before the weight, as Llama's norm does."""
     row = tl.program_id(0).to(tl.int64)
@@ -53,7 +53,9 @@ def silu_mul_kernel(out, gate_up, row_stride, SIZE: tl.constexpr, COLUMNS: tl.co
     place = gate_up + row * row_stride + column
     gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(place + SIZE, mask=mask, other=0.0).to(tl.float32)
-    activated = cast(gate / (1.0 + tl.exp(-gate)), gate_up.dtype.element_ty).to(tl.float32)
+    small = tl.exp(-tl.abs(gate))  # never overflows
+    sigmoid = tl.where(gate < 0, small, 1.0) / (1.0 + small)
+    activated = cast(gate * sigmoid, gate_up.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + column, cast(activated * up, out.dtype.element_ty), mask=mask)
 
 
@@ -138,4 +140,4 @@ def rope(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> Non
 
 def _warps(size: int) -> int:
     """A row of ``size`` elements, at 8 or more a thread."""
-    return min(16, max(1, triton.next_power_of_2(size) // 512))
+    return min(16, max(1, int(triton.next_power_of_2(size)) // 512))

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+knobs.language.default_fp_fusion = True  # as it is in 3.6; left unset, 3.9 warns that 3.10 changes it
+
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 """Whether ``@triton.jit`` functions of this process run in the interpreter; read once, as ``@triton.jit`` does."""
 

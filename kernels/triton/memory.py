@@ -120,7 +120,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: t
         k, v, kv, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         HEADS=heads, HEADS_PAD=triton.next_power_of_2(heads),
-        HEAD_DIM=head_dim, HEAD_PAD=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size, num_warps=4,
+        HEAD_DIM=head_dim, HEAD_PAD=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size, num_warps=1,
     )  # fmt: skip
 
 

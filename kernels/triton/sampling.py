@@ -20,7 +20,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = tl.constexpr(0x94D049BB133111EB)
 _LARGEST = tl.constexpr(1.0 - 2.0**-24)  # the float32 below 1
-_CUT_TOKENS = 4096
+_CUT_TOKENS = 2048
 _DRAW_TOKENS = 4096
 
 
@@ -245,7 +245,9 @@ def sample(
     if not rows:
         return out
     parts = triton.cdiv(vocab, _DRAW_TOKENS)
-    cut_keys, cut_tokens = torch.empty((2, rows), dtype=torch.int64, device=logits.device)
+    # one tensor each: a slice of another lies at an address that varies with the batch, and so would the specialization
+    cut_keys = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    cut_tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     best_values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     best_tokens = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     stride = logits.stride(0)

@@ -28,13 +28,12 @@ from shared.metrics import render
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUERY_TIMEOUT = 5.0  # seconds the scheduler may take to answer about its memory
 METRICS_TIMEOUT = 1.0  # seconds the scheduler may take to give the other processes' numbers
 
 
 def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
-    models = Models(config.served_model_name or [config.model or DEFAULT_MODEL])
+    models = Models(config.served_model_name, lambda: engine.model_name)
     endpoints = Endpoints(config, engine, models)
     router = Router(
         [
@@ -50,6 +49,7 @@ def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
             Route("/version", endpoints.version),
             Route("/metrics", endpoints.metrics),
             Route("/internal/blocks", endpoints.blocks),
+            Route("/internal/status", endpoints.status),
             Route("/internal/explain", endpoints.explain, methods=["POST"]),
         ],
         redirect_slashes=False,
@@ -111,10 +111,17 @@ class Endpoints:
 
     async def blocks(self, request: Request) -> Response:
         """A page of the block ledger; ``next_cursor`` is the next one's ``cursor``, null on the last."""
+        return await self._page("ledger", request)
+
+    async def status(self, request: Request) -> Response:
+        """The scheduler's own view: load, why requests wait, what preemptions cost; its clients, paged."""
+        return await self._page("status", request)
+
+    async def _page(self, what: str, request: Request) -> Response:
         text = request.query_params.get("cursor", "0")
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise RequestError(f"cursor: {text[:32]!r} is not a number that next_cursor gave", param="cursor")
-        reply = await self._engine.ask_scheduler("ledger", QUERY_TIMEOUT, cursor=int(text))
+        reply = await self._engine.ask_scheduler(what, QUERY_TIMEOUT, cursor=int(text))
         return JSON({**reply.body, "next_cursor": reply.next_cursor or None})
 
     async def explain(self, request: Request) -> Response:
@@ -149,7 +156,7 @@ class Endpoints:
             others = (await self._engine.ask_scheduler("metrics", METRICS_TIMEOUT)).body
         except RequestError as error:
             log.warning("metrics of the other processes are missing: %s", error.message)
-        labels = {"model_name": self._models.names[0], "engine": "0"}
+        labels = {"model_name": self._models.shown, "engine": "0"}
         page = render([self._engine.metrics.registry.snapshot(), *others], labels)
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

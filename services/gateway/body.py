@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import orjson
@@ -12,7 +13,8 @@ from services.gateway.calls import ClientGone
 from shared.errors import RequestError
 
 MIN_VALUES = 1 << 17  # JSON values a body may always hold
-READ_TIMEOUT = 60.0  # seconds a client may pause in the middle of its body
+PAUSE_LIMIT = 60.0  # seconds a client may pause in the middle of its body
+BODY_TIMEOUT = 300.0  # seconds a whole body may take
 
 
 async def read_json(request: Request, max_bytes: int, max_model_len: int) -> dict[str, Any]:
@@ -47,14 +49,15 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     if length.isdecimal() and int(length) > max_bytes:
         raise too_long
     body = bytearray()
+    end = time.monotonic() + BODY_TIMEOUT
     more = True
     while more:
+        left = end - time.monotonic()
         try:
-            message = await asyncio.wait_for(request.receive(), READ_TIMEOUT)
+            message = await asyncio.wait_for(request.receive(), min(PAUSE_LIMIT, left))
         except TimeoutError:
-            raise RequestError(
-                f"nothing of the request body came for {READ_TIMEOUT:g} s", status=408, code="timeout"
-            ) from None
+            late = f"was not whole within {BODY_TIMEOUT:g} s" if left < PAUSE_LIMIT else f"paused for {PAUSE_LIMIT:g} s"
+            raise RequestError(f"the request body {late}", status=408, code="timeout") from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         body += message.get("body", b"")

@@ -10,7 +10,6 @@ from shared.config import option
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    model: str = options.model()
     connect: str = options.connect()
     index: int = options.index()
     host: str = option("127.0.0.1", "address to listen on")
@@ -21,7 +20,7 @@ class GatewayConfig:
     trust_tenant_header: bool = option(False, "take the tenant from the X-Tenant header, which a proxy in front sets")
     allowed_origins: list[str] = option(["*"], "origins that web pages may call from (CORS)")
     max_body_bytes: int = option(8 << 20, "largest request body", size=True, minimum=1024)
-    served_model_name: list[str] = option([], "names clients may ask for, the first is shown; default: MODEL")
+    served_model_name: list[str] = option([], "names clients may ask for, the shown one first; default: MODEL")
     shutdown_timeout: float = option(30.0, "seconds that open streams may take to finish after SIGTERM", minimum=0)
     accept_timeout: float = option(60.0, "seconds a request may wait for the tokenizer and scheduler", minimum=1)
     access_log: bool = option(False, "log every HTTP request")

@@ -54,6 +54,7 @@ class Tokenizer:
         self.queries = Queries()
         self.epoch = 0
         self.given = 0
+        self.draining = False  # it finishes what it has and takes nothing new
         self.link: Link  # set right after, as the link's callbacks need this object
 
     def send(self, message: Message) -> bool:
@@ -127,7 +128,7 @@ class Engine:
             return self.closing
         if not self._scheduler.welcomed or self._welcome is None:
             return self._lost or "the model is not ready: waiting for the scheduler and its workers"
-        if not any(tokenizer.link.welcomed for tokenizer in self._tokenizers.values()):
+        if self._least_loaded() is None:
             return "waiting for a tokenizer"
         return ""
 
@@ -137,6 +138,13 @@ class Engine:
         if self._welcome is None:
             raise self._unavailable(self.unready)
         return Limits(self._welcome.vocab_size, self._welcome.max_model_len)
+
+    @property
+    def model_name(self) -> str:
+        """The server's own name of its model. Raises RequestError 503 before it is known."""
+        if self._welcome is None:
+            raise self._unavailable(self.unready)
+        return self._welcome.model_name
 
     @property
     def max_model_len(self) -> int | None:
@@ -192,8 +200,8 @@ class Engine:
         return [*placed, *self._unplaced.values()]
 
     def _least_loaded(self) -> Tokenizer | None:
-        welcomed = [tokenizer for tokenizer in self._tokenizers.values() if tokenizer.link.welcomed]
-        return min(welcomed, key=lambda one: (len(one.requests), one.given), default=None)
+        taking = [one for one in self._tokenizers.values() if one.link.welcomed and not one.draining]
+        return min(taking, key=lambda one: (len(one.requests), one.given), default=None)
 
     def _place(self, request: Request) -> None:
         tokenizer = self._least_loaded()
@@ -312,6 +320,14 @@ class Engine:
                 self.metrics.resubmitted.inc()
                 self._place(request)
 
+    def _pass_on(self, tokenizer: Tokenizer, rid: int) -> None:
+        """The tokenizer is on its way out and refuses new requests: another one gets this and all further ones."""
+        tokenizer.draining = True
+        request = tokenizer.requests.pop(rid, None)
+        if request is not None:
+            self.metrics.resubmitted.inc()
+            self._place(request)
+
     def _on_tokenizer(self, tokenizer: Tokenizer, message: Any) -> None:
         self._progress += 1
         if isinstance(message, Text):
@@ -321,7 +337,9 @@ class Engine:
                 request.heard = time.monotonic()
                 request.accept(message.prompt_tokens, message.prompt_ids)
         elif isinstance(message, Reject):
-            if request := tokenizer.requests.get(message.rid):
+            if message.code == "draining":
+                self._pass_on(tokenizer, message.rid)
+            elif request := tokenizer.requests.get(message.rid):
                 request.fail(_rejection(message), ended=True)
         elif isinstance(message, Reply):
             tokenizer.queries.answer(message)

@@ -16,11 +16,13 @@ import uvloop
 
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
+from services.gateway.connection import Connection
 from services.gateway.engine import Engine
 from services.gateway.metrics import GatewayMetrics
-from shared import lifeline, options
+from shared import options
 from shared.config import describe, parse
 from shared.errors import ConfigError
+from shared.lifeline import Lifeline
 from shared.log import configure
 
 log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ async def serve(config: GatewayConfig, sock: socket.socket) -> int:
     server = Server(
         uvicorn.Config(
             make_app(config, engine),
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -87,7 +89,9 @@ async def serve(config: GatewayConfig, sock: socket.socket) -> int:
     def on_reason(reason: str) -> None:  # in the lifeline's thread
         loop.call_soon_threadsafe(ending.fail, reason)
 
-    lifeline.watch(on_reason)
+    line = Lifeline()
+    line.watch(on_reason)
+    line.beat_in(loop)
     engine.start()
     await server.serve(sockets=[sock])
     await engine.close("the gateway ends")

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.errors import RequestError
 
 
 class Models:
-    """The served model under all its names, the first being the one that answers show when none was asked for."""
+    """The served model under all its names, the first being the one that answers show when none was asked for.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
+    given: the operator's names. Without any, the server's own name is the only one: ``welcomed`` tells it, or raises
+    RequestError 503 before it is known.
+    """
+
+    def __init__(self, given: Sequence[str], welcomed: Callable[[], str]) -> None:
+        self._given, self._welcomed = tuple(given), welcomed
         self._created = int(time.time())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._given or (self._welcomed(),)
+
+    @property
+    def shown(self) -> str:
+        """The first name, for labels; empty before it is known."""
+        try:
+            return self.names[0]
+        except RequestError:
+            return ""
 
     def resolve(self, asked: Any) -> str:
         """The name to answer with. Raises RequestError: 404 for a model that is not served here."""

@@ -18,10 +18,13 @@ from services.tokenizer.config import TokenizerConfig
 from services.worker.config import WorkerConfig
 from shared.config import secret_env, to_argv
 from shared.errors import ConfigError
+from shared.lifeline import BEAT_INTERVAL
 
 log = logging.getLogger(__name__)
 
 SETTLE = 0.1  # seconds: a terminal's Ctrl-C reaches children too, and their end must not look like a crash
+HUNG_AFTER = 3.5  # seconds without a beat after which a child counts as dead
+SUSPECT_AFTER = 2.0  # seconds without a beat that make a child the likely cause of another's end
 INTERRUPT_GRACE = 2.0  # seconds for each of the two rounds of an interrupt or a failure; five in all is the promise
 
 
@@ -71,7 +74,8 @@ class Launcher:
         self._start_all()
         signalled = asyncio.create_task(self._signalled.wait())
         ready = asyncio.create_task(self._become_ready(started))
-        ends: list[asyncio.Future[Any]] = [child.ended for child in self._children]
+        hung = asyncio.create_task(self._wait_for_hung())
+        ends: list[asyncio.Future[Any]] = [hung, *(child.ended for child in self._children)]
         try:
             await asyncio.wait([*ends, signalled, ready], return_when=asyncio.FIRST_COMPLETED)
             if ready.done() and not signalled.done():
@@ -83,13 +87,13 @@ class Launcher:
                 await asyncio.wait([signalled], timeout=SETTLE)
             if signalled.done():
                 return await self._end()
-            dead = next(child for child in self._children if not child.running)
-            code = 2 if dead.ended.result() == 2 and not ready.done() else 1
-            await self._fail(dead.how_it_ended(), quiet=code == 2)
-            return code
+            dead = [child for child in self._children if not child.running]
+            if not ready.done() and any(child.ended.result() == 2 for child in dead):
+                return 2  # it has said in one line what the operator must change, and nobody is served yet
+            return await self._fail(self._cause(dead))
         finally:
-            signalled.cancel()
-            ready.cancel()
+            for task in (signalled, ready, hung):
+                task.cancel()
             await self._kill_rest()
 
     def _start_all(self) -> None:
@@ -98,7 +102,9 @@ class Launcher:
         for index in range(config.scheduler.tensor_parallel_size):
             self._start("worker", index, dataclasses.replace(config.worker, index=index, connect=base))
         for index in range(config.launcher.tokenizers):
-            self._start("tokenizer", index, dataclasses.replace(config.tokenizer, index=index, connect=base))
+            # --bind is the scheduler's here; a tokenizer takes a free address beside it and tells it.
+            tokenizer = dataclasses.replace(config.tokenizer, index=index, connect=base, bind="")
+            self._start("tokenizer", index, tokenizer)
         for index in range(config.launcher.gateways):
             fd = self._socket.fileno()
             self._start("gateway", index, dataclasses.replace(config.gateway, index=index, fd=fd, connect=base), [fd])
@@ -143,14 +149,34 @@ class Launcher:
             child.send(number)
         await self._wait(self._of("gateway"), patience)
         for child in self._children:
-            child.send(number)
+            # A tokenizer would drain at SIGTERM, but with the gateways gone there is nobody left to drain for.
+            child.send(signal.SIGINT if child.role == "tokenizer" else signal.SIGTERM)
         await self._wait(self._children, INTERRUPT_GRACE)
         return 0 if self._interrupts == 1 else 1
 
-    async def _fail(self, reason: str, quiet: bool = False) -> int:
+    async def _wait_for_hung(self) -> None:
+        """Returns once a child has not beaten for too long. If this process itself was stopped, all get a new term."""
+        checked = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_INTERVAL)
+            now = time.monotonic()
+            for child in self._children if now - checked > 2 * BEAT_INTERVAL else ():
+                child.heard = child.heard and now
+            checked = now
+            if any(child.silence(now) > HUNG_AFTER for child in self._children):
+                return
+
+    def _cause(self, dead: list[Child]) -> str:
+        """Why the server ends. A child that hangs comes first: others end because they no longer hear from it."""
+        now = time.monotonic()
+        slowest = max(self._children, key=lambda child: child.silence(now))
+        if not dead or slowest.silence(now) > SUSPECT_AFTER:
+            return f"{slowest} has hung for {slowest.silence(now):.1f} s"
+        return dead[0].how_it_ended()
+
+    async def _fail(self, reason: str) -> int:
         """An unwanted end: every process learns the reason, open streams get it as their error event."""
-        if not quiet:
-            log.error("%s; ending the server", reason)
+        log.error("%s; ending the server", reason)
         for child in self._children:
             if child.running:
                 child.tell(reason)
@@ -167,11 +193,13 @@ class Launcher:
         running = [child.ended for child in children if child.running]
         if running:
             await asyncio.wait(running, timeout=timeout)
+        for child in children:
+            if child.running:
+                log.warning("%s has not ended within %g s", child, timeout)
 
     async def _kill_rest(self) -> None:
         for child in self._children:
             if child.running:
-                log.warning("%s does not end; killing it", child)
                 child.send(signal.SIGKILL)
         await self._wait(self._children, INTERRUPT_GRACE)
 

@@ -23,12 +23,13 @@ from shared.transport import Endpoint
 
 log = logging.getLogger(__name__)
 
+SET_HERE = frozenset({"advertise", "connect", "fd", "index"})  # the launcher's to choose for each child
 ABOUT = "Starts gateways, tokenizers, the scheduler and workers on this host and serves MODEL over HTTP."
 
 
 def main(argv: Sequence[str]) -> int:
     classes = [LauncherConfig, GatewayConfig, TokenizerConfig, SchedulerConfig, WorkerConfig]
-    config = ServerConfig(*parse_many(classes, argv, prog="quire serve", about=ABOUT))
+    config = ServerConfig(*parse_many(classes, argv, prog="quire serve", about=ABOUT, hidden=SET_HERE))
     configure("launcher", config.gateway.log_level)
     if config.scheduler.bind:
         options.security(config.scheduler).check(Endpoint(config.scheduler.bind).clients)

@@ -10,6 +10,7 @@ from services.scheduler.request import Sequence
 from services.scheduler.scheduler import Scheduler
 
 PAGE = 64  # blocks or waiting sequences of one answer, so that no question holds up a step
+OWNERS_SHOWN = 16  # of a block, for the same reason; ``references`` counts them all
 
 
 def page(scheduler: Scheduler, cursor: int, now: float, wall: float) -> tuple[dict[str, Any], int]:
@@ -48,7 +49,8 @@ def filled_slots(scheduler: Scheduler) -> int:
     size, pool = scheduler.limits.block_size, scheduler.pool
     filled: dict[int, int] = {}  # of each table's last block, the only one that may not be full
     leaving = [sequence for step in scheduler.steps for sequence in step.vacated]
-    for sequence in (*scheduler.rows.occupants(), *leaving):
+    between = (*scheduler.beams.between(), *scheduler.swaps.leaving)  # hold blocks without a slot
+    for sequence in (*scheduler.rows.occupants(), *between, *leaving):
         if sequence.blocks:
             last = len(sequence.blocks) - 1
             most = filled.get(sequence.blocks[last], 0)
@@ -74,7 +76,8 @@ def _block(scheduler: Scheduler, block: int, offset: float) -> dict[str, Any]:
         "state": state.value,
         "since": pool.since(block) + offset,
         "why": pool.why(block),
-        "owners": [_owner(owner) for owner in pool.owners(block)],
+        "references": pool.references(block),
+        "owners": [_owner(owner) for owner in pool.owners(block)[:OWNERS_SHOWN]],
         "key": None if entry is None else entry.key.hex(),
     }
     if state is BlockState.USED:

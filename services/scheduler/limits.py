@@ -36,6 +36,10 @@ class Limits:
 
     @classmethod
     def build(cls, config: SchedulerConfig, memory: Memory) -> Limits:
+        if config.preemption_mode != "recompute" and not memory.host_blocks:
+            raise ConfigError(
+                f"--preemption-mode {config.preemption_mode} needs host memory: start the worker with --swap-space"
+            )
         return cls(
             num_blocks=memory.num_blocks,
             block_size=memory.block_size,

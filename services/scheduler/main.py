@@ -10,9 +10,10 @@ from pathlib import Path
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.limits import parse_weights
 from services.scheduler.service import SchedulerService
-from shared import lifeline, log
+from shared import log
 from shared.config import describe, parse
 from shared.errors import ConfigError
+from shared.lifeline import Lifeline
 
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -31,8 +32,9 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger(__name__).info("config: %s", describe(config))
     if config.bind.startswith("ipc:///"):
         Path(config.bind.removeprefix("ipc://")).mkdir(mode=0o700, parents=True, exist_ok=True)
-    service = SchedulerService(config)
-    lifeline.watch(lambda reason: service.stop(reason, 1))
+    line = Lifeline()
+    service = SchedulerService(config, line.beat)
+    line.watch(lambda reason: service.stop(reason, 1))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop(SHUTTING_DOWN, 0))
     return service.run()

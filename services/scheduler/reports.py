@@ -62,6 +62,13 @@ def status(
             "steps_in_flight": [step.step_id for step in core.steps],
             "last_step": core.last_step,
             "max_model_len": core.limits.max_model_len,
+            "blocks_logical": core.logical_blocks,
+            "host_blocks_used": core.swaps.host.num_used,
+            "host_blocks_total": core.swaps.host.num_blocks,
+            "scheduling_policy": core.limits.scheduling_policy,
+            "waiting_by_reason": core.waiting_by_reason(),
+            "tenants": core.waiting.shares.counters() if core.waiting.shares is not None else {},
+            "preemption": core.preemption.status(),
         }
     return Reply(query.number, 200, body, following)
 

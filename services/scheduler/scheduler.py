@@ -236,6 +236,11 @@ class Scheduler:
         return len(self.waiting) + len(self.preempted)
 
     @property
+    def logical_blocks(self) -> int:
+        """Blocks in the tables of all that run, shared ones as often as they are shared."""
+        return sum(len(sequence.blocks) for sequence in [*self.rows.occupants(), *self.beams.between()])
+
+    @property
     def load(self) -> Load:
         return Load(
             running=self.rows.num_used + len(self.beams.between()),
@@ -243,6 +248,9 @@ class Scheduler:
             preempted=len(self.preempted),
             blocks_used=self.pool.num_used,
             blocks_total=self.pool.num_usable,
+            blocks_logical=self.logical_blocks,
+            swapped=sum(bool(sequence.host) for sequence in self.preempted),
+            host_blocks_used=self.swaps.host.num_used,
             blocks_cached=self.pool.num_cached,
         )
 
@@ -496,6 +504,7 @@ class Scheduler:
                 sequence.cached = sequence.computed
         size, host_free = self.limits.block_size, self.swaps.host.num_free
         decision = self.preemption.decide(group, size, self.last_step + 1, host_free)
+        self.stats.group_preempted(decision.mode)
         if decision.mode == "swap":
             self.swaps.start(group)
         for sequence in group:

@@ -7,6 +7,7 @@ import logging
 import queue
 import socket
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -50,7 +51,9 @@ log = logging.getLogger(__name__)
 class SchedulerService:
     """Runs until ``stop`` is called, a worker fails, or an error ends it; ``run`` returns the exit code."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, beat: Callable[[], None]) -> None:
+        """``beat`` is called about once a second, from the loop itself: how the launcher sees that it goes round."""
+        self._beat = beat
         self.epoch = new_epoch()
         self._config = config
         self._plan_log = PlanLog(config.plan_log) if config.plan_log else None
@@ -163,6 +166,7 @@ class SchedulerService:
             self._clients.send(outbox.owner, outbox.take(core.last_step))
 
     def _tick(self, now: float, lag: float) -> None:
+        self._beat()
         beat = Heartbeat(self.epoch, self._traffic.received, lag)
         self._clients.send_all(beat)
         self._workers.send_all(beat)
@@ -241,6 +245,7 @@ class SchedulerService:
                 vocab_size=memory.vocab_size,
                 eos_ids=memory.eos_ids,
                 model_digest=memory.model_digest,
+                model_name=memory.model_name,
             ),
         )
         if peer.identity.role == "gateway":

@@ -22,7 +22,7 @@ RATE_WINDOW = 10.0  # seconds over which the token rate behind Retry-After is me
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The scheduler's gauges of now."""
+    """The scheduler's gauges of now. blocks_logical: those in use, as often as tables name them."""
 
     running: int
     waiting: int
@@ -30,6 +30,9 @@ class Load:
     blocks_used: int
     blocks_total: int
     blocks_cached: int
+    blocks_logical: int = 0
+    swapped: int = 0
+    host_blocks_used: int = 0
 
     @property
     def usage(self) -> float:
@@ -63,6 +66,10 @@ class Stats:
         self._slots = r.gauge("quire:kv_slots", "Token slots of blocks in use, and those that hold a token.", ["state"])
         self._block_size = limits.block_size
         self._blocks = r.gauge("quire:kv_blocks", "Usable blocks by state.", ["state"])
+        self._logical = r.gauge("quire:kv_blocks_logical", "Blocks in the tables of sequences, shared ones repeated.")
+        self._host_blocks = r.gauge("quire:host_blocks_used", "Blocks of swapped sequences in host memory.")
+        self._swapped = r.gauge("vllm:num_requests_swapped", "Preempted sequences whose memory is on the host.")
+        self._preempted_by = r.counter("quire:preemptions", "Groups that lost their memory, by mode.", ["mode"])
         self._generation = r.counter("vllm:generation_tokens", "Output tokens delivered.")
         self._preemptions = r.counter("vllm:num_preemptions", "Sequences that lost their memory to others.")
         self._success = r.counter("vllm:request_success", "Requests ended, by reason.", ["finished_reason"])
@@ -142,6 +149,9 @@ class Stats:
     def preempted(self) -> None:
         self._preemptions.inc()
 
+    def group_preempted(self, mode: str) -> None:
+        self._preempted_by.inc(1.0, (mode,))
+
     def rejected(self, limit: str) -> None:
         self._rejections.inc(1.0, (limit,))
 
@@ -184,6 +194,9 @@ class Stats:
         self._by_reason.set(load.waiting - load.preempted, ("capacity",))
         self._by_reason.set(load.preempted, ("deferred",))
         self._usage.set(load.usage)
+        self._swapped.set(load.swapped)
+        self._logical.set(load.blocks_logical)
+        self._host_blocks.set(load.host_blocks_used)
         self._blocks.set(load.blocks_used, ("used",))
         self._blocks.set(load.blocks_cached, ("cached",))
         self._blocks.set(load.blocks_total - load.blocks_used - load.blocks_cached, ("free",))

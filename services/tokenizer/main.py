@@ -12,10 +12,11 @@ import uvloop
 from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.service import Service
 from services.tokenizer.tokenizer import Tokenizer
-from shared import lifeline, log, options
+from shared import log, options
 from shared.config import describe, parse
 from shared.errors import ConfigError
-from shared.models import locate
+from shared.lifeline import Lifeline
+from shared.models import ModelFiles, locate
 from shared.transport import Endpoint, Security
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,14 @@ def main(argv: Sequence[str]) -> int:
     log.configure(f"tokenizer {config.index}", config.log_level)
     logger.info("%s", describe(config))
     security = options.security(config)
-    tokenizer = Tokenizer.load(locate(config.model, download_dir=config.download_dir).folder, config.chat_template)
-    exit_code: int = uvloop.run(_serve(config, tokenizer, security))
+    files = locate(config.model, download_dir=config.download_dir)
+    tokenizer = Tokenizer.load(files.folder, config.chat_template)
+    exit_code: int = uvloop.run(_serve(config, tokenizer, files, security))
     return exit_code
 
 
-async def _serve(config: TokenizerConfig, tokenizer: Tokenizer, security: Security) -> int:
-    service = Service(config, tokenizer, security)
+async def _serve(config: TokenizerConfig, tokenizer: Tokenizer, files: ModelFiles, security: Security) -> int:
+    service = Service(config, tokenizer, files, security)
     loop = asyncio.get_running_loop()
     terminated = False
 
@@ -54,5 +56,7 @@ async def _serve(config: TokenizerConfig, tokenizer: Tokenizer, security: Securi
     def on_reason(why: str) -> None:  # in the lifeline's thread
         loop.call_soon_threadsafe(service.stop, why, 1)
 
-    lifeline.watch(on_reason)
+    line = Lifeline()
+    line.watch(on_reason)
+    line.beat_in(loop)
     return await service.run()

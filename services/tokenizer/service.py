@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shared.errors import ConfigError, RequestError, WireError
 from shared.ids import Identity, new_epoch
 from shared.link import Link
 from shared.metrics import Registry
+from shared.models import ModelFiles, builtin
 from shared.peers import HEARTBEAT_INTERVAL, Peer, Peers
 from shared.transport import LAST_WORD_MS, Endpoint, Security, bind_router, own_address_towards, start_zap
 from shared.wire import (
@@ -55,8 +57,8 @@ class Service:
     Made in the event loop it runs on. Raises ConfigError for addresses that cannot be used.
     """
 
-    def __init__(self, config: TokenizerConfig, tokenizer: Tokenizer, security: Security) -> None:
-        self._config, self._security = config, security
+    def __init__(self, config: TokenizerConfig, tokenizer: Tokenizer, files: ModelFiles, security: Security) -> None:
+        self._config, self._files, self._security = config, files, security
         self._epoch = new_epoch()
         self._identity = Identity.fresh("tokenizer", config.index)
         self._context = zmq.asyncio.Context()
@@ -142,6 +144,8 @@ class Service:
     def stop(self, why: str, exit_code: int = 0) -> None:
         """Ends open requests with the error ``why`` and then the process."""
         if not self._ended.is_set():
+            if exit_code:
+                log.error("ending: %s", why)
             self._streams.fail_all(why)
             self._exit_code = exit_code
             self._ended.set()
@@ -163,6 +167,10 @@ class Service:
         return Heartbeat(self._epoch, self._handled, lag, metrics)
 
     def _on_welcome(self, welcome: Welcome) -> None:
+        if welcome.model_digest not in ("", self._files.digest):
+            # Ids of one vocabulary are garbage in another. No gateway was welcomed yet, so none has sent a request.
+            self.stop(_other_model(welcome, self._files, self._config.connect), 2)
+            return
         previous, self._limits = self._limits, welcome
         self._told = {}  # this scheduler may never have seen the metrics
         if previous is not None and previous.epoch != welcome.epoch:
@@ -258,6 +266,7 @@ class Service:
                 limits.vocab_size,
                 limits.eos_ids,
                 limits.model_digest,
+                limits.model_name,
             ),
         )
 
@@ -319,6 +328,17 @@ class Service:
             self._end_if_drained()
             due = loop.time() + HEARTBEAT_INTERVAL
             await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+
+def _other_model(welcome: Welcome, files: ModelFiles, connect: str) -> str:
+    """What to tell the operator of a tokenizer whose model is not the server's."""
+    own = files.name
+    if own == welcome.model_name:
+        own = f"other files of that name (digest {files.digest[:12]}, not {welcome.model_digest[:12]})"
+    # The built-in model is the one without a name; its name is also that of files on the hub, which differ.
+    model = [] if welcome.model_digest == builtin.SHA256 else [welcome.model_name]
+    command = shlex.join(["quire", "tokenizer", *model, "--connect", connect])
+    return f"the server at {connect} serves {welcome.model_name}, this tokenizer has {own}; start with: {command}"
 
 
 def _free_address(endpoint: Endpoint, identity: Identity) -> str:

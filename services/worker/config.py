@@ -16,6 +16,7 @@ class WorkerConfig:
     worker: str = option("model", "'null' is a toy model on simulated memory, for tests", choices=("model", "null"))
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    attention_backend: str = option("auto", "the kernels", choices=("auto", "reference", "cpu", "triton"))
     block_size: int = options.block_size()
     max_model_len: int | None = options.max_model_len()
     max_num_seqs: int = option(256, "sequences that run at once", minimum=1, maximum=65536)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from services.worker.config import WorkerConfig
 from services.worker.executor import Executor
 from services.worker.service import WorkerService
-from shared import lifeline, log, options
+from shared import log, options
 from shared.config import describe, parse
 from shared.errors import ConfigError
+from shared.lifeline import Lifeline
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,15 +30,17 @@ def main(argv: Sequence[str]) -> int:
         ending[0].stop(reason, code)
 
     signal.signal(signal.SIGTERM, lambda *_: end("the server is shutting down", 0))
-    if lifeline.ENV in os.environ:
+    line = Lifeline()
+    if line.held:
         # Ctrl-C reaches the whole process group; the launcher then ends the others first, so that they can still tell
         # their clients why. The scheduler's GOODBYE, SIGTERM or the death pipe end this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:
         signal.signal(signal.SIGINT, lambda *_: end("the server is shutting down", 0))
-    lifeline.watch(lambda reason: logging.getLogger(__name__).info("the launcher ends the server: %s", reason))
+    line.watch(lambda reason: logging.getLogger(__name__).info("the launcher ends the server: %s", reason))
     service = WorkerService(build_executor(config), config.index, config.connect, options.security(config))
     ending.append(service)
+    line.beat_from_thread()
     return service.run()
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import ops
+from kernels.decoder import Batch
+from kernels.errors import UnavailableError
+from kernels.ops import Kernels, select
 from services.worker import machine
 from services.worker.config import WorkerConfig
 from services.worker.executor import StepOutput
 from services.worker.host_memory import HostMemory
 from services.worker.models.config import ModelConfig
-from services.worker.models.decoder import Batch, Decoder
+from services.worker.models.decoder import Decoder
 from services.worker.rows import Ints, Limits, Rows, Step
 from services.worker.sampler import PROMPT_ROWS, Sampler
 from services.worker.weights import load_weights
@@ -36,11 +38,18 @@ class ModelExecutor:
         torch.set_num_threads(threads)
         self._device = machine.pick_device(config.device)
         self._dtype = machine.pick_dtype(config.dtype, self._device)
+        self._kernels = _kernels(self._device, config.attention_backend)
         files = locate(config.model, download_dir=config.download_dir, progress=True)
         model = ModelConfig.load(files.folder)
         max_model_len = model.max_model_len(config.max_model_len)
         log.info(
-            "%s: %s, %s on %s, %d threads", files.name, model.architecture, _name(self._dtype), self._device, threads
+            "%s: %s, %s on %s, %d threads, %s kernels",
+            files.name,
+            model.architecture,
+            _name(self._dtype),
+            self._device,
+            threads,
+            self._kernels.name,
         )
         self._decoder = self._load(model, files, max_model_len)
         reserve = _activation_bytes(model, config.max_num_batched_tokens, self._dtype)
@@ -57,7 +66,7 @@ class ModelExecutor:
             config.max_num_seqs, num_blocks, config.block_size, max_model_len, model.vocab_size, host_blocks
         )
         self._rows = Rows(limits)
-        self._sampler = Sampler(self._rows, self._upload)
+        self._sampler = Sampler(self._rows, self._kernels, self._upload)
         self._memory = Memory(
             num_blocks=num_blocks,
             host_blocks=host_blocks,
@@ -66,7 +75,9 @@ class ModelExecutor:
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             eos_ids=list(model.eos_ids),
-            model_digest=f"{files.digest}-{_name(self._dtype)}",
+            model_digest=files.digest,
+            model_name=files.name,
+            dtype=_name(self._dtype),
         )
         log.info(
             "KV: %d bytes per token, %d blocks of %d, %.1f requests of %d tokens fit",
@@ -90,17 +101,19 @@ class ModelExecutor:
         if not len(step.positions):
             return StepOutput(no_ids(), no_ids(), timings | {"total": time.perf_counter() - begin})
         started = time.perf_counter()
-        hidden = self._decoder.forward(self._batch(step, plan), self._kv)
-        forward = time.perf_counter()
-        prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._decoder.logits, step)
-        if not len(step.sample_slots):
-            ids, logprobs = np.empty(0, dtype=np.int64), None
+        batch, samples = self._batch(step, plan), self._upload(step.sample_tokens)
+        prompt_logprobs = None
+        if self._sampler.tells_of_prompts(step):
+            hidden = self._decoder.forward(batch, self._kv)
+            logits, parts = self._decoder.logits(hidden[samples]), dict[str, float]()
+            prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._decoder.logits, step)
         else:
-            logits = self._decoder.logits(hidden[self._upload(step.sample_tokens)])
-            ids, logprobs = self._sampler.sample(logits, step)
-            self._rows.last_token[step.sample_slots] = ids
+            logits, parts = self._decoder.step(batch, self._kv, samples)
+        forward = time.perf_counter()
+        ids, logprobs = self._sampler.sample(logits, step)
+        self._rows.last_token[step.sample_slots] = ids
         end = time.perf_counter()
-        timings |= {"forward": forward - started, "sample": end - forward, "total": end - begin}
+        timings |= {"forward": forward - started, "sample": end - forward, "total": end - begin, **parts}
         return StepOutput(step.sample_slots.astype(np.int32), ids.astype(np.int32), timings, logprobs, prompt_logprobs)
 
     def _move(self, plan: Plan) -> dict[str, float]:
@@ -117,12 +130,12 @@ class ModelExecutor:
                 timings[name] = time.perf_counter() - begin
         if len(plan.copies):
             pairs = self._upload(plan.copies.astype(np.int64))
-            ops.copy_blocks(self._kv, pairs[::2], pairs[1::2])
+            self._kernels.copy_blocks(self._kv, pairs[::2], pairs[1::2])
         return timings
 
     def _load(self, model: ModelConfig, files: ModelFiles, max_model_len: int) -> Decoder:
         begin = time.perf_counter()
-        decoder = Decoder(model, max_model_len, self._dtype, self._device)
+        decoder = Decoder(model, max_model_len, self._dtype, self._device, self._kernels)
         decoder.load(load_weights(files, self._dtype, progress=True))
         log.info("weights loaded in %.1f s", time.perf_counter() - begin)
         return decoder
@@ -165,6 +178,13 @@ class ModelExecutor:
 
     def _upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _kernels(device: torch.device, backend: str) -> Kernels:
+    try:
+        return select(device, backend)
+    except UnavailableError as error:
+        raise ConfigError(f"--attention-backend {backend}: {error}") from error
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from services.worker.config import WorkerConfig
 from services.worker.executor import PlanError, StepOutput
 from shared.codec import Int32
-from shared.models import locate
+from shared.models import builtin, locate
 from shared.wire import Logprobs, Memory, NewRow, Plan, RowRules
 
 DEFAULT_BLOCKS = 4096
@@ -57,6 +57,8 @@ class NullExecutor:
         max_num_seqs: int = 256,
         vocab_size: int = DEFAULT_VOCAB,
         eos_ids: Sequence[int] = DEFAULT_EOS,
+        model_digest: str = "",
+        model_name: str = "null",
         step_seconds: float = 0.0,
         verify: bool = False,
     ) -> None:
@@ -68,7 +70,8 @@ class NullExecutor:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             eos_ids=list(eos_ids),
-            model_digest=f"null-{vocab_size}",
+            model_digest=model_digest,
+            model_name=model_name,
         )
         self._verify = verify
         self._step_seconds = step_seconds
@@ -101,10 +104,13 @@ class NullExecutor:
 
     @classmethod
     def from_config(cls, config: WorkerConfig) -> NullExecutor:
-        """Vocabulary and EOS ids are those of the MODEL's config when there is one."""
+        """Vocabulary, EOS ids, digest and name are the MODEL's; without one, the built-in's, which is not fetched."""
         vocab_size, eos_ids = DEFAULT_VOCAB, list(DEFAULT_EOS)
+        digest, name = builtin.SHA256, builtin.NAME
         if config.model:
-            vocab_size, eos_ids = _vocabulary(locate(config.model, download_dir=config.download_dir).folder)
+            files = locate(config.model, download_dir=config.download_dir)
+            vocab_size, eos_ids = _vocabulary(files.folder)
+            digest, name = files.digest, files.name
         num_blocks = config.num_gpu_blocks_override or DEFAULT_BLOCKS
         return cls(
             num_blocks=num_blocks,
@@ -114,6 +120,8 @@ class NullExecutor:
             max_num_seqs=config.max_num_seqs,
             vocab_size=vocab_size,
             eos_ids=eos_ids,
+            model_digest=digest,
+            model_name=name,
             step_seconds=config.null_step_ms / 1000,
         )
 

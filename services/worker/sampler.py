@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from kernels import ops
+from kernels.ops import Kernels
 from services.worker.logit_rules import LogitRules, Upload
 from services.worker.rows import Ints, Rows, Step
 from shared.wire import Logprobs, Plan
@@ -19,8 +19,8 @@ PROMPT_ROWS = 256
 
 
 class Sampler:
-    def __init__(self, rows: Rows, upload: Upload) -> None:
-        self._rows, self._upload = rows, upload
+    def __init__(self, rows: Rows, kernels: Kernels, upload: Upload) -> None:
+        self._rows, self._kernels, self._upload = rows, kernels, upload
         self._rules = LogitRules(upload)
 
     def change(self, plan: Plan) -> None:
@@ -30,25 +30,24 @@ class Sampler:
     def sample(self, logits: torch.Tensor, step: Step) -> tuple[Ints, Logprobs | None]:
         """One id for each row of ``logits [S, V]``, the step's sampled entries; logprobs of those that asked.
 
-        A greedy batch without rules costs one argmax.
+        Rows without rules pay nothing for those of others but a copy of their logits.
         """
+        if not len(step.sample_slots):
+            return np.empty(0, dtype=np.int64), None
         rows, slots = self._rows, step.sample_slots
         ruled = self._rules.among(slots)
         chosen = logits
         if ruled:
             chosen = self._rules.apply(logits, ruled, step.sample_positions, rows.temperature[slots])
-        if not rows.temperature[slots].any():
-            ids = chosen.argmax(-1)
-        else:
-            ids = ops.sample(
-                chosen,
-                self._upload(rows.temperature[slots]),
-                self._upload(rows.top_k[slots]),
-                self._upload(rows.top_p[slots]),
-                self._upload(rows.min_p[slots]),
-                self._upload(rows.seed[slots]),
-                self._upload(step.sample_positions),
-            )
+        ids = self._kernels.sample(
+            chosen,
+            self._upload(rows.temperature[slots]),
+            self._upload(rows.top_k[slots]),
+            self._upload(rows.top_p[slots]),
+            self._upload(rows.min_p[slots]),
+            self._upload(rows.seed[slots]),
+            self._upload(step.sample_positions),
+        )
         sampled: Ints = ids.cpu().numpy()
         if ruled:
             self._rules.append(slots, sampled)
@@ -57,6 +56,9 @@ class Sampler:
             return sampled, None
         places = self._upload(asked)
         return sampled, self._logprobs(logits[places], ids[places], asked, rows.logprobs[slots[asked]])
+
+    def tells_of_prompts(self, step: Step) -> bool:
+        return any(row.prompt_logprobs >= 0 for _, row in self._rules.among(step.chunk_slots))
 
     def prompt_logprobs(self, hidden: torch.Tensor, logits: Logits, step: Step) -> Logprobs | None:
         """Of the prompt tokens that the step's chunks compute the logits of, in rows that asked. hidden: [T, ...]."""

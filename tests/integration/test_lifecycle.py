@@ -81,19 +81,28 @@ def test_death_of_the_launcher_leaves_no_process(tmp_path: Path) -> None:
         OpenStream(server).wait_for_events(3)
         children = server.children()
         assert len(children) == 4
+        server.children("tokenizer")[0].send_signal(signal.SIGSTOP)  # even one that cannot notice
         server.process.kill()
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive
 
 
-def test_a_stopped_scheduler_counts_as_dead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["scheduler", "worker", "tokenizer"])
+def test_a_hung_process_counts_as_dead(tmp_path: Path, role: str) -> None:
     with serve(tmp_path, *SLOW) as server:
         stream = OpenStream(server)
         stream.wait_for_events(3)
-        server.children("scheduler")[0].send_signal(signal.SIGSTOP)
-        assert "scheduler" in stream.ended_with_error(timeout=7)
-        with server.client() as client:
-            assert client.get("/health").status_code == 503
+        server.children(role)[0].send_signal(signal.SIGSTOP)
+        assert role in stream.ended_with_error(timeout=7)
+        assert server.wait(timeout=10) == 1
+        assert role in server.log.read_text().split("ERROR launcher: ")[1].splitlines()[0]
+
+
+def test_a_hung_gateway_ends_the_server(tmp_path: Path) -> None:
+    with serve(tmp_path, *NULL) as server:
+        server.children("gateway")[0].send_signal(signal.SIGSTOP)
+        assert server.wait(timeout=15) == 1
+        assert "gateway 0 has hung" in server.log.read_text()
 
 
 def test_interrupt_ends_streams_and_the_server_in_five_seconds(tmp_path: Path) -> None:

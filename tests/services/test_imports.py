@@ -15,7 +15,7 @@ FORBIDDEN = {
     "gateway": {"torch", "transformers", "tokenizers", "kernels"},
     "tokenizer": {"torch", "kernels", "starlette", "uvicorn"},
     "scheduler": {"torch", "transformers", "tokenizers", "kernels", "starlette", "uvicorn"},
-    "launcher": {"torch", "transformers", "tokenizers", "kernels"},
+    "launcher": {"torch", "transformers", "kernels"},  # it converts model files, so it may know the tokenizers library
     "worker": {"starlette", "uvicorn"},
 }
 NO_ASYNCIO = ("scheduler", "worker")  # their hot loops use a plain poller

@@ -78,6 +78,12 @@ def test_several_configs_share_one_command_line() -> None:
     assert (engine.model, engine.eager, front) == ("m", True, Front("m", 1))
 
 
+def test_hidden_fields_are_no_options() -> None:
+    with pytest.raises(ConfigError, match="--port"):
+        parse_many([Front], ["--port", "1"], {}, prog="", about="", hidden={"port"})
+    assert parse_many([Front], [], {"QUIRE_PORT": "1"}, prog="", about="", hidden={"port"}) == [Front()]
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("17", 17), ("1k", 1000), ("1.5KiB", 1536), ("2M", 2_000_000), ("4GiB", 4 << 30), ("1gb", 10**9)]
 )

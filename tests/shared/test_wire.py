@@ -26,8 +26,10 @@ RULES = LogitRules(0.5, 0.25, 2.0, 0.5, 3, [7], [-1.5], [8, 9], [[1], [2, 3]])
 SAMPLING = SamplingParams(0.5, 0.25, 4, 0.125, 9, 16, 1, [2, 5], True, 3, True, 0.5, "never", 2, 0, RULES)
 
 MESSAGES: list[wire.Message] = [
-    wire.Hello(1, "worker", 1, 77, "ipc:///a", 3, 42, wire.Memory(100, 0, 16, 4096, 2048, 300, [0, 2], "d1")),
-    wire.Welcome(77, 3, 16, 100, 2048, 300, [0, 2], "d1"),
+    wire.Hello(
+        1, "worker", 1, 77, "ipc:///a", 3, 42, wire.Memory(100, 0, 16, 4096, 2048, 300, [0, 2], "d1", "m1", "float32")
+    ),
+    wire.Welcome(77, 3, 16, 100, 2048, 300, [0, 2], "d1", "m1"),
     wire.HelloRequired(77),
     wire.Heartbeat(77, 12, 0.5, {"vllm:a": ["counter", "help", [], [[[], 1.0]]]}),
     wire.Goodbye("done"),

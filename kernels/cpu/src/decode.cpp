@@ -2,24 +2,25 @@
 //
 // A sequence is cut into chunks of kChunk tokens, whatever the batch: a chunk is one item of work, threads take items
 // as they become free, and partial results of a sequence are merged in ascending order. So a row has the same bits
-// alone and in any batch. Within an item, tiles of kTile tokens: (1) look up each token's row through the block table,
-// (2) partial scores of all query heads of a KV head against the tile's keys, (3) running maximum and denominator,
-// (4) accumulate weighted values. Each key and value is read once for its whole group of query heads. (2) and (4)
-// prefetch the same rows of the next tile into L2, as blocks are scattered and hardware prefetchers cannot follow.
+// alone and in any batch. Within an item, tiles of a block (or of a part of a large one, or several small ones):
+// (1) look up each token's row through the block table, (2) partial scores of all query heads against the tile's keys,
+// (3) running maximum and denominator, (4) accumulate weighted values. Each key and value is read from memory once for
+// its whole group of query heads. (2) and (4) ask for the same rows of the next tile, into L2: blocks are scattered, and
+// hardware prefetchers cannot follow. They can where a block follows its predecessor, and are faster then.
 //
 // Scores are kept in units of log2, which saves exp a multiplication.
+#include "decode.h"
+
 #include <algorithm>
-#include <vector>
 
 #include "dispatch.h"
-#include "memory.h"
 #include "vec.h"
 
 namespace quire {
 namespace {
 
-constexpr int kChunk = 512;
-constexpr int kTile = 64;
+constexpr int kTile = 64;      // most tokens of a tile
+constexpr int kLeastTile = 16;  // and fewest, but for a sequence's last
 constexpr int kMaxRows = 4;  // query heads that share one pass over a tile
 
 /// How keys meet queries: Q is what a query is kept as.
@@ -63,16 +64,11 @@ template <class T>
 struct Tile {
   const T* rows[kTile];
   int tokens = 0;
-  bool run = false;  // in blocks that follow each other in memory
 
   void look_up(const Cache<T>& cache, const int32_t* table, int begin, int end) {
-    tokens = std::min(kTile, end - begin);
-    if (tokens <= 0) return;
+    tokens = std::max(0, end - begin);
     for (int t = 0; t < tokens; ++t) rows[t] = cache.token(table, begin + t);
     for (int t = tokens; t % W; ++t) rows[t] = rows[tokens - 1];
-    run = true;
-    for (int block = begin >> cache.shift, last = (begin + tokens - 1) >> cache.shift; block < last; ++block)
-      run &= table[block + 1] == table[block] + 1;
   }
 };
 
@@ -176,7 +172,7 @@ inline void accumulate_half(float* acc, int dim, const Tile<T>& tile, int64_t of
 }
 
 /// Pairs of accumulators a row that fit the registers.
-constexpr int panel_pairs(int rows) {
+inline constexpr int panel_pairs(int rows) {
   if (W == 16) return rows <= 3 ? 4 : 2;
   return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
@@ -194,87 +190,36 @@ void accumulate(float* acc, int dim, const Tile<T>& tile, int64_t offset, const 
   if (d < dim) accumulate_half<T, R>(acc + d, dim, tile, offset + d, weights, shrink);
 }
 
-/// Running results of the query heads of one item.
+/// Running results of the query heads of one item, and a tile's weights.
 template <class T>
 struct State {
   typename Product<T>::Q* q;
-  float *acc, *maximum, *denominator;
+  float *acc, *maximum, *denominator, *shrink;
+  float (*weights)[kTile];
 };
 
-template <class T, int R, int DIM>
-void attend_rows(const State<T>& state, int row, int dim, const Tile<T>& tile, int64_t keys, int64_t values,
-                 const Tile<T>* next, const QuireScores& how) {
-  alignas(64) float weights[R][kTile];
-  float shrink[R];
-  score<T, R, DIM>(state.q + row * dim, tile, keys, dim, next, weights);
-  for (int r = 0; r < R; ++r)
-    shrink[r] = soften(weights[r], tile.tokens, how, state.maximum[row + r], state.denominator[row + r]);
-  accumulate<T, R, DIM>(state.acc + row * dim, dim, tile, values, next, weights, shrink);
-}
-
-/// One tile for one KV head: its group of query heads in passes of nearly equal size.
-template <class T, int DIM>
-void attend(const State<T>& state, int row, int group, int dim, const Tile<T>& tile, int64_t keys, int64_t values,
-            const Tile<T>* next, const QuireScores& how) {
+/// Calls f.template operator()<R>(first row) for a group of query heads cut into passes of R, nearly equal in size.
+template <class F>
+void in_passes(int row, int group, F f) {
   const int passes = (group + kMaxRows - 1) / kMaxRows;
   for (int pass = 0; pass < passes; ++pass) {
     const int rows = group / passes + (pass < group % passes);
     switch (rows) {
       case 1:
-        attend_rows<T, 1, DIM>(state, row, dim, tile, keys, values, next, how);
+        f.template operator()<1>(row);
         break;
       case 2:
-        attend_rows<T, 2, DIM>(state, row, dim, tile, keys, values, next, how);
+        f.template operator()<2>(row);
         break;
       case 3:
-        attend_rows<T, 3, DIM>(state, row, dim, tile, keys, values, next, how);
+        f.template operator()<3>(row);
         break;
       default:
-        attend_rows<T, 4, DIM>(state, row, dim, tile, keys, values, next, how);
+        f.template operator()<4>(row);
     }
     row += rows;
-    next = nullptr;  // the first pass has prefetched
   }
 }
-
-/// Tokens begin .. end - 1 of a sequence for KV heads head .. head_end - 1. partial: where its results go, or -1 when
-/// it is the sequence's only chunk.
-struct Item {
-  int32_t sequence, begin, end, head, head_end, partial;
-};
-
-struct Plan {
-  std::vector<Item> items;
-  std::vector<Item> merges;  // of a sequence: partial is its first chunk's, end - begin their number
-  int partials = 0;
-
-  Plan(const QuireSequences& sequences, int window, int kv_heads, int threads) {
-    const auto first = [&](int length) { return window > 0 ? std::max(0, length - window) : 0; };
-    int chunks = 0;
-    for (int s = 0; s < sequences.count; ++s) {
-      const int length = sequences.seq_lens[s];
-      if (length > 0) chunks += (length - 1) / kChunk - first(length) / kChunk + 1;
-    }
-    // Heads of a token lie near each other, so they are kept together unless threads would be idle.
-    int heads = kv_heads;
-    while (heads > 1 && chunks * ((kv_heads + heads - 1) / heads) < 3 * threads) heads = (heads + 1) / 2;
-    for (int s = 0; s < sequences.count; ++s) {
-      const int length = sequences.seq_lens[s], begin = first(length);
-      if (length <= 0) continue;
-      const int from = begin / kChunk, to = (length - 1) / kChunk + 1;
-      const bool cut = to - from > 1;
-      if (cut) merges.push_back({s, from, to, 0, kv_heads, partials});
-      for (int chunk = from; chunk < to; ++chunk)
-        for (int head = 0; head < kv_heads; head += heads)
-          items.push_back({s, std::max(begin, chunk * kChunk), std::min(length, (chunk + 1) * kChunk), head,
-                           std::min(kv_heads, head + heads), cut ? partials + chunk - from : -1});
-      if (cut) partials += to - from;
-    }
-    // Longest first, so that threads end together.
-    std::stable_sort(items.begin(), items.end(),
-                     [](const Item& a, const Item& b) { return a.end - a.begin > b.end - b.begin; });
-  }
-};
 
 /// Writes acc (in load2's order) times `factor` as T.
 template <class T>
@@ -285,131 +230,156 @@ void finish(const float* acc, float factor, int dim, T* out) {
   if (d < dim) store(out + d, mul(load(acc + d), set1(factor)));
 }
 
-template <class T>
-class Decode {
- public:
-  Decode(const QuireCache& cache, const QuireSequences& sequences, const QuireScores& how, const T* q,
-         int64_t q_stride, T* out, int heads)
-      : cache_(cache),
-        sequences_(sequences),
-        how_(how),
-        q_(q),
-        q_stride_(q_stride),
-        out_(out),
-        heads_(heads),
-        group_(heads / cache.kv_heads),
-        dim_(cache.head_dim) {}
-
-  void run(int threads) {
-    const Plan plan(sequences_, how_.window, cache_.kv_heads, threads);
-    for (int s = 0; s < sequences_.count; ++s)
-      if (sequences_.seq_lens[s] <= 0) std::fill_n(reinterpret_cast<char*>(output(s, 0)), heads_ * dim_ * sizeof(T), 0);
-    partial_ = static_cast<float*>(scratch<kShared>(size_t(plan.partials) * heads_ * partial_size() * sizeof(float)));
-    const int items = int(plan.items.size()), merges = int(plan.merges.size());
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(dynamic)
-      for (int i = 0; i < items; ++i) run(plan.items[i]);
-#pragma omp for collapse(2)
-      for (int i = 0; i < merges; ++i)
-        for (int head = 0; head < heads_; ++head) merge(plan.merges[i], head);
-    }
-  }
-
- private:
-  int partial_size() const { return dim_ + 2; }
-  float* partial(int index, int head) { return partial_ + (int64_t(index) * heads_ + head) * partial_size(); }
-  T* output(int sequence, int head) { return out_ + (int64_t(sequence) * heads_ + head) * dim_; }
-
-  void run(const Item& item) {
-    switch (dim_) {
-      case 64:
-        return run<64>(item);
-      case 128:
-        return run<128>(item);
-      default:
-        return run<0>(item);
-    }
-  }
-
-  template <int DIM>
-  void run(const Item& item) {
-    using Q = typename Product<T>::Q;
-    const int rows = (item.head_end - item.head) * group_, first = item.head * group_;
-    Arena arena(scratch<kThread>(Arena::bytes<Q>(rows * dim_) + Arena::bytes<float>(rows * dim_) +
-                                 2 * Arena::bytes<float>(rows)));
-    State<T> state;
-    state.q = arena.take<Q>(rows * dim_);
-    state.acc = arena.take<float>(rows * dim_);
-    state.maximum = arena.take<float>(rows);
-    state.denominator = arena.take<float>(rows);
-    for (int r = 0; r < rows; ++r)
-      Product<T>::prepare(q_ + item.sequence * q_stride_ + (first + r) * dim_, state.q + r * dim_, dim_);
-    std::fill_n(state.acc, rows * dim_, 0.f);
-    std::fill_n(state.maximum, rows, -kInf);
-    std::fill_n(state.denominator, rows, 0.f);
-
-    const int32_t* table = sequences_.block_table + item.sequence * sequences_.table_stride;
-    Tile<T> tiles[2];
-    tiles[0].look_up(cache_, table, item.begin, item.end);
-    for (int begin = item.begin, i = 0; begin < item.end; begin += kTile, i ^= 1) {
-      const Tile<T>& tile = tiles[i];
-      Tile<T>& next = tiles[i ^ 1];
-      next.look_up(cache_, table, begin + kTile, item.end);
-      for (int head = item.head; head < item.head_end; ++head)
-        attend<T, DIM>(state, (head - item.head) * group_, group_, dim_, tile, head * cache_.head_stride,
-                       cache_.values + head * cache_.head_stride, next.tokens > 0 ? &next : nullptr, how_);
-    }
-    for (int r = 0; r < rows; ++r) {
-      if (item.partial < 0) {
-        finish(state.acc + r * dim_, 1 / state.denominator[r], dim_, output(item.sequence, first + r));
-        continue;
-      }
-      float* p = partial(item.partial, first + r);
-      std::copy_n(state.acc + r * dim_, dim_, p);
-      p[dim_] = state.maximum[r];
-      p[dim_ + 1] = state.denominator[r];
-    }
-  }
-
-  void merge(const Item& chunks, int head) {
-    const int count = chunks.end - chunks.begin;
-    float maximum = -kInf, denominator = 0;
-    for (int i = 0; i < count; ++i) maximum = std::max(maximum, partial(chunks.partial + i, head)[dim_]);
-    float* sum = partial(chunks.partial, head);
-    for (int i = 0; i < count; ++i) {
-      const float* p = partial(chunks.partial + i, head);
-      const float share = std::exp2(p[dim_] - maximum);
-      denominator += share * p[dim_ + 1];
-      for (int d = 0; d < dim_; d += W) {
-        const V scaled = mul(load(p + d), set1(share));
-        store(sum + d, i ? add(load(sum + d), scaled) : scaled);
-      }
-    }
-    finish(sum, 1 / denominator, dim_, output(chunks.sequence, head));
-  }
-
-  const Cache<T> cache_;
-  const QuireSequences& sequences_;
-  const QuireScores& how_;
-  const T* q_;
-  const int64_t q_stride_;
-  T* out_;
-  const int heads_, group_, dim_;
-  float* partial_ = nullptr;
-};
-
 }  // namespace
+
+DecodePlan::DecodePlan(const QuireSequences& sequences, int window_, int kv_heads, int threads) : window(window_) {
+  const auto first = [&](int length) { return window > 0 ? std::max(0, length - window) : 0; };
+  int chunks = 0;
+  for (int s = 0; s < sequences.count; ++s) {
+    const int length = sequences.seq_lens[s];
+    if (length > 0) chunks += (length - 1) / kChunk - first(length) / kChunk + 1;
+  }
+  // Heads of a token lie near each other, so they are kept together unless threads would be idle.
+  int heads = kv_heads;
+  while (heads > 1 && chunks * ((kv_heads + heads - 1) / heads) < 3 * threads) heads = (heads + 1) / 2;
+  for (int s = 0; s < sequences.count; ++s) {
+    const int length = sequences.seq_lens[s], begin = first(length);
+    if (length <= 0) continue;
+    const int from = begin / kChunk, to = (length - 1) / kChunk + 1;
+    const bool cut = to - from > 1;
+    if (cut) merges.push_back({s, from, to, 0, kv_heads, partials});
+    for (int chunk = from; chunk < to; ++chunk)
+      for (int head = 0; head < kv_heads; head += heads)
+        items.push_back({s, std::max(begin, chunk * kChunk), std::min(length, (chunk + 1) * kChunk), head,
+                         std::min(kv_heads, head + heads), cut ? partials + chunk - from : -1});
+    if (cut) partials += to - from;
+  }
+  // Longest first, so that threads end together.
+  std::stable_sort(items.begin(), items.end(),
+                   [](const DecodeItem& a, const DecodeItem& b) { return a.end - a.begin > b.end - b.begin; });
+}
+
+template <class T>
+void Decode<T>::run(const DecodeItem& item) const {
+  switch (dim_) {
+    case 64:
+      return run<64>(item);
+    case 128:
+      return run<128>(item);
+    default:
+      return run<0>(item);
+  }
+}
+
+/// Whether a head's values are read in one pass over whole rows, so that a block is read from end to end.
+template <class T>
+bool Decode<T>::reads_in_order() const {
+  const int passes = (group_ + kMaxRows - 1) / kMaxRows, rows = (group_ + passes - 1) / passes;
+  return passes == 1 && dim_ <= 2 * W * panel_pairs(rows);
+}
+
+template <class T>
+template <int DIM>
+void Decode<T>::run(const DecodeItem& item) const {
+  using Q = typename Product<T>::Q;
+  const int rows = (item.head_end - item.head) * group_, first = item.head * group_;
+  Arena arena(scratch<kThread>(Arena::bytes<Q>(rows * dim_) + Arena::bytes<float>(rows * dim_) +
+                               3 * Arena::bytes<float>(rows) + Arena::bytes<float>(rows * kTile)));
+  State<T> state;
+  state.q = arena.take<Q>(rows * dim_);
+  state.acc = arena.take<float>(rows * dim_);
+  state.maximum = arena.take<float>(rows);
+  state.denominator = arena.take<float>(rows);
+  state.shrink = arena.take<float>(rows);
+  state.weights = reinterpret_cast<float(*)[kTile]>(arena.take<float>(rows * kTile));
+  for (int r = 0; r < rows; ++r)
+    Product<T>::prepare(q_ + item.sequence * q_stride_ + (first + r) * dim_, state.q + r * dim_, dim_);
+  std::fill_n(state.acc, rows * dim_, 0.f);
+  std::fill_n(state.maximum, rows, -kInf);
+  std::fill_n(state.denominator, rows, 0.f);
+
+  const int32_t* table = sequences_.block_table + item.sequence * sequences_.table_stride;
+  const int block = cache_.mask + 1, size = std::clamp(block, kLeastTile, kTile);
+  const auto look_up = [&](Tile<T>& tile, int begin) {
+    tile.look_up(cache_, table, begin, std::min(begin + size, item.end));
+  };
+  Tile<T> tiles[2];
+  look_up(tiles[0], item.begin);
+  for (int begin = item.begin, i = 0; begin < item.end; begin += size, i ^= 1) {
+    const Tile<T>& tile = tiles[i];
+    Tile<T>& next = tiles[i ^ 1];
+    look_up(next, begin + size);
+    const bool follows = next.tokens > 0 && size == block && reads_in_order() &&
+                         next.rows[0] - tile.rows[0] == cache_.block_stride;
+    const Tile<T>* ahead = next.tokens > 0 && !follows ? &next : nullptr;
+    // All heads' keys, then all heads' values: that is how they lie in a block.
+    for (int head = 0, row = 0; row < rows; ++head, row += group_)
+      in_passes(row, group_, [&, ahead = ahead]<int R>(int r) mutable {
+        score<T, R, DIM>(state.q + r * dim_, tile, (item.head + head) * cache_.head_stride, dim_, ahead,
+                         state.weights + r);
+        ahead = nullptr;  // the first pass has asked for the rows
+      });
+    for (int r = 0; r < rows; ++r)
+      state.shrink[r] = soften(state.weights[r], tile.tokens, how_, state.maximum[r], state.denominator[r]);
+    for (int head = 0, row = 0; row < rows; ++head, row += group_)
+      in_passes(row, group_, [&, ahead = ahead]<int R>(int r) mutable {
+        accumulate<T, R, DIM>(state.acc + r * dim_, dim_, tile,
+                              cache_.values + (item.head + head) * cache_.head_stride, ahead, state.weights + r,
+                              state.shrink + r);
+        ahead = nullptr;
+      });
+  }
+  for (int r = 0; r < rows; ++r) {
+    if (item.partial < 0) {
+      finish(state.acc + r * dim_, 1 / state.denominator[r], dim_, output(item.sequence, first + r));
+      continue;
+    }
+    float* p = partial(item.partial, first + r);
+    std::copy_n(state.acc + r * dim_, dim_, p);
+    p[dim_] = state.maximum[r];
+    p[dim_ + 1] = state.denominator[r];
+  }
+}
+
+template <class T>
+void Decode<T>::merge(const DecodeItem& chunks, int head) const {
+  const int count = chunks.end - chunks.begin;
+  float maximum = -kInf, denominator = 0;
+  for (int i = 0; i < count; ++i) maximum = std::max(maximum, partial(chunks.partial + i, head)[dim_]);
+  float* sum = partial(chunks.partial, head);
+  for (int i = 0; i < count; ++i) {
+    const float* p = partial(chunks.partial + i, head);
+    const float share = std::exp2(p[dim_] - maximum);
+    denominator += share * p[dim_ + 1];
+    for (int d = 0; d < dim_; d += W) {
+      const V scaled = mul(load(p + d), set1(share));
+      store(sum + d, i ? add(load(sum + d), scaled) : scaled);
+    }
+  }
+  finish(sum, 1 / denominator, dim_, output(chunks.sequence, head));
+}
+
+template class Decode<float>;
+template class Decode<bf16>;
+template class Decode<f16>;
+
 }  // namespace quire
 
-#include <omp.h>
+using namespace quire;
 
 void quire_paged_decode(const QuireCache* cache, const QuireSequences* sequences, const QuireScores* scores,
                         const void* q, int64_t q_stride, void* out, int32_t heads) {
-  using namespace quire;
   by_dtype(cache->dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    Decode<T>(*cache, *sequences, *scores, static_cast<const T*>(q), q_stride, static_cast<T*>(out), heads)
-        .run(omp_get_max_threads());
+    const DecodePlan plan(*sequences, scores->window, cache->kv_heads, omp_get_max_threads());
+    float* partials = static_cast<float*>(
+        scratch<kShared>(plan.partial_floats(heads, cache->head_dim) * sizeof(float)));
+    const Decode<T> decode(*cache, *sequences, *scores, static_cast<const T*>(q), q_stride, static_cast<T*>(out),
+                           heads, partials);
+    decode.clear_empty();
+    Team::run(omp_get_max_threads(), [&](Team& team) {
+      team.for_each(int64_t(plan.items.size()), [&](int64_t i) { decode.run(plan.items[i]); });
+      decode.merge(team, plan);
+    });
   });
 }

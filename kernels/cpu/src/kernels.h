@@ -66,9 +66,55 @@ QUIRE_API void quire_silu_mul(int32_t dtype, const void* gate_up, int64_t stride
 /// Bytes of `weight` [outputs, inputs] when packed.
 QUIRE_API int64_t quire_linear_bytes(int32_t dtype, int64_t outputs, int64_t inputs);
 QUIRE_API void quire_linear_pack(int32_t dtype, const void* weight, void* packed, int64_t outputs, int64_t inputs);
-/// out [rows, outputs] = x [rows, inputs] weight^T + bias (which may be null). inputs is even.
-QUIRE_API void quire_linear(int32_t dtype, const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
-                  int64_t out_stride, int64_t rows, int64_t outputs, int64_t inputs);
+
+/// A packed weight [outputs, inputs] and its bias (which may be null). inputs is even.
+struct QuireLinear {
+  const void *packed, *bias;
+  int64_t outputs, inputs;
+};
+
+/// out [rows, outputs] = x [rows, inputs] weight^T + bias.
+QUIRE_API void quire_linear(int32_t dtype, const QuireLinear* layer, const void* x, int64_t x_stride, void* out,
+                  int64_t out_stride, int64_t rows);
+
+/// One layer of a decoder. Norms of q and k may be null. window as in QuireScores.
+struct QuireLayer {
+  const void *input_norm, *post_norm, *q_norm, *k_norm;
+  QuireLinear qkv, out, gate_up, down;
+  int32_t window;
+};
+
+/// A whole decoder; all its tensors have one dtype. embedding [vocabulary, hidden]; cos_sin as in quire_rope.
+struct QuireDecoder {
+  const QuireLayer* layers;
+  const void *embedding, *norm;
+  const float* cos_sin;
+  QuireLinear head;
+  int64_t hidden;
+  int32_t num_layers, dtype, heads, kv_heads, head_dim;
+  float eps, scale;
+};
+
+/// The tokens of one step: one for each sequence of decodes, then those of chunks. samples: the rows whose logits are
+/// wanted.
+struct QuireBatch {
+  const int64_t *tokens, *positions, *slots;
+  int64_t count;
+  QuireSequences decodes, chunks;
+  const int32_t* chunk_cu_seqlens;
+  const int64_t* samples;
+  int64_t sample_count;
+};
+
+/// Seconds of a step by part: linear layers, attention, all else of the layers, and the logits.
+struct QuireTimes {
+  double linear, attention, other, head;
+};
+
+/// A whole forward pass: stores keys and values in kv (one pointer a layer, memory of blocks of block_size) and writes
+/// logits [sample_count, vocabulary].
+QUIRE_API void quire_step(const QuireDecoder* decoder, void* const* kv, int32_t block_size, const QuireBatch* batch,
+                void* logits, QuireTimes* times);
 
 /// Index of each row's largest logit, the first of several.
 QUIRE_API void quire_argmax(int32_t dtype, const void* logits, int64_t stride, int64_t* out, int64_t rows, int64_t columns);

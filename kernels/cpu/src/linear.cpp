@@ -1,37 +1,18 @@
-// Linear layers over packed weights: out = x weight^T + bias.
-//
-// Weights are packed once into the panels of product.h, so that a step's work streams through them in order. bf16
-// weights meet bf16 inputs as pairs where the processor multiplies those; elsewhere they are widened as they are read
-// (half the bytes of float weights, which is what bounds small batches), and so is fp16.
-#include <omp.h>
-
-#include <algorithm>
+#include "linear.h"
 
 #include "dispatch.h"
 #include "memory.h"
-#include "product.h"
+#include "rows.h"
 
 namespace quire {
 namespace {
 
-constexpr int kPanel = 2 * W;
-
-template <class T>
-struct Packed {
-  using type = T;  // an entry of the packed weight
-  static constexpr int kElements = 1;
-};
-#ifdef __AVX512BF16__
-template <>
-struct Packed<bf16> {
-  using type = bf16x2;
-  static constexpr int kElements = 2;
-};
-#endif
+/// Rows of one item of work: their inputs stay in the second-level cache with a panel of the weight.
+constexpr int kRowBlock = 96;
 
 template <class T>
 void pack(const T* weight, T* packed, int64_t outputs, int64_t inputs) {
-  constexpr int kElements = Packed<T>::kElements;
+  constexpr int kElements = Packed<T>::kElements, kPanel = kTileVectors * W;
   const int64_t panels = (outputs + kPanel - 1) / kPanel;
 #pragma omp parallel for
   for (int64_t panel = 0; panel < panels; ++panel) {
@@ -42,110 +23,126 @@ void pack(const T* weight, T* packed, int64_t outputs, int64_t inputs) {
   }
 }
 
-template <class T>
-class Linear {
-  using R = typename Packed<T>::type;
-  using L = typename Left<R>::type;
+/// Cuts columns, counted in half panels, into whole panels, the last ones into halves so that threads end together.
+struct Columns {
+  int wholes, items;
 
- public:
-  Linear(const T* x, int64_t x_stride, const void* packed, const T* bias, T* out, int64_t out_stride, int64_t rows,
-         int64_t outputs, int64_t inputs)
-      : x_(x),
-        x_stride_(x_stride),
-        packed_(static_cast<const R*>(packed)),
-        bias_(bias),
-        out_(out),
-        out_stride_(out_stride),
-        rows_(int(rows)),
-        outputs_(outputs),
-        inputs_(inputs),
-        steps_(int(inputs / Packed<T>::kElements)),
-        panel_(int64_t(steps_) * kPanel) {}
-
-  void run(int threads) {
-    const int panels = int((outputs_ + kPanel - 1) / kPanel);
-    // Panels first: every thread then reads its part of the weight once. Rows as well where panels are too few.
-    const int across = std::min(threads, panels);
-    const int down = std::min(threads / across, (rows_ + kTileRows - 1) / kTileRows);
-    const L* left = nullptr;
-    int64_t stride = 0;
-    float* wide = nullptr;
-    if constexpr (sizeof(L) == sizeof(T) || Packed<T>::kElements == 2) {
-      left = reinterpret_cast<const L*>(x_);
-      stride = x_stride_ * int64_t(sizeof(T)) / int64_t(sizeof(L));
-    } else {
-      wide = static_cast<float*>(scratch<kShared>(size_t(rows_) * inputs_ * sizeof(float)));
-      stride = inputs_;
-    }
-#pragma omp parallel num_threads(across * down)
-    {
-      if constexpr (sizeof(L) != sizeof(T) && Packed<T>::kElements == 1) {
-#pragma omp for
-        for (int row = 0; row < rows_; ++row) widen(x_ + row * x_stride_, wide + row * inputs_);
-      }
-      const L* const from = wide ? reinterpret_cast<const L*>(wide) : left;
-      const int thread = omp_get_thread_num(), i = thread % across, j = thread / across;
-      const int row = int(int64_t(rows_) * j / down), row_end = int(int64_t(rows_) * (j + 1) / down);
-      int panel = int(int64_t(panels) * i / across);
-      const int end = int(int64_t(panels) * (i + 1) / across);
-      constexpr int kWide = kTileVectors / 2;
-      for (; panel + kWide <= end; panel += kWide) columns<kTileVectors>(from, stride, panel, row, row_end);
-      for (; panel < end; ++panel) columns<2>(from, stride, panel, row, row_end);
-    }
+  Columns(int halves, int threads) {
+    const int singles = threads == 1 ? halves % 2 : std::min(halves, 2 * threads - 2 + halves % 2);
+    wholes = (halves - singles) / 2;
+    items = halves - wholes;
   }
-
- private:
-  void widen(const T* from, float* to) const {
-    int64_t k = 0;
-    for (; k + W <= inputs_; k += W) store(to + k, load(from + k));
-    for (; k < inputs_; ++k) to[k] = to_float(from[k]);
-  }
-
-  template <int VECTORS>
-  void columns(const L* left, int64_t stride, int panel, int row, int row_end) const {
-    const R* right = packed_ + panel * panel_;
-    in_tiles(row_end - row, [&](int first, int size) {
-      by_rows(size, [&]<int ROWS>() {
-        V c[ROWS][VECTORS];
-        for (int i = 0; i < ROWS; ++i)
-          for (int j = 0; j < VECTORS; ++j) c[i][j] = zero();
-        multiply<ROWS, VECTORS, R>(c, left + (row + first) * stride, stride, right, panel_, steps_);
-        for (int i = 0; i < ROWS; ++i)
-          for (int j = 0; j < VECTORS; ++j) put(c[i][j], row + first + i, int64_t(panel) * kPanel + j * W);
-      });
-    });
-  }
-
-  void put(V sum, int64_t row, int64_t column) const {
-    T* to = out_ + row * out_stride_ + column;
-    if (column + W <= outputs_) {
-      store(to, bias_ ? add(sum, load(bias_ + column)) : sum);
-      return;
-    }
-    alignas(64) float sums[W];
-    store(sums, sum);
-    for (int64_t n = column; n < outputs_; ++n)
-      to[n - column] = from_float<T>(sums[n - column] + (bias_ ? to_float(bias_[n]) : 0.f));
-  }
-
-  const T* x_;
-  const int64_t x_stride_;
-  const R* packed_;
-  const T* bias_;
-  T* out_;
-  const int64_t out_stride_;
-  const int rows_;
-  const int64_t outputs_, inputs_;
-  const int steps_;
-  const int64_t panel_;
+  int first(int item) const { return item < wholes ? 2 * item : item + wholes; }
+  int halves(int item) const { return item < wholes ? 2 : 1; }
 };
 
 }  // namespace
+
+template <class T>
+void Linear<T>::run(Team& team, const T* x, int64_t x_stride, int rows, T* out, int64_t out_stride,
+                    float* wide) const {
+  const Input input = prepare(team, x, x_stride, rows, wide);
+  const int blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const Columns cut(int((outputs_ + kHalf - 1) / kHalf), blocks > 1 ? 1 : team.size());
+  team.for_each(int64_t(cut.items) * blocks, [&](int64_t i) {
+    const int item = int(i / blocks), block = int(i % blocks);
+    const int row = int(int64_t(rows) * block / blocks), row_end = int(int64_t(rows) * (block + 1) / blocks);
+    const int half = cut.first(item);
+    columns({input.rows + row * input.stride, input.stride}, half, cut.halves(item), row_end - row,
+            out + row * out_stride + int64_t(half) * kHalf, out_stride);
+  });
+}
+
+template <class T>
+void Linear<T>::run_gated(Team& team, const T* x, int64_t x_stride, int rows, T* gate_up, T* out, float* wide) const {
+  const int64_t inner = outputs_ / 2;
+  if (inner % kHalf) {  // a gate and its value lie differently in their panels
+    run(team, x, x_stride, rows, gate_up, outputs_, wide);
+    team.for_ranges(rows, [&](int64_t row, int64_t end) {
+      for (; row < end; ++row) gate(gate_up + row * outputs_, gate_up + row * outputs_ + inner, out + row * inner, inner);
+    });
+    return;
+  }
+  const Input input = prepare(team, x, x_stride, rows, wide);
+  const int halves = int(inner / kHalf), blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const Columns cut(halves, blocks > 1 ? 1 : team.size());
+  team.for_each(int64_t(cut.items) * blocks, [&](int64_t i) {
+    const int item = int(i / blocks), block = int(i % blocks);
+    const int row = int(int64_t(rows) * block / blocks), row_end = int(int64_t(rows) * (block + 1) / blocks);
+    const int half = cut.first(item), width = cut.halves(item);
+    const Input part{input.rows + row * input.stride, input.stride};
+    alignas(64) T gates[kRowBlock * kPanel], ups[kRowBlock * kPanel];
+    columns(part, half, width, row_end - row, gates, kPanel);
+    columns(part, halves + half, width, row_end - row, ups, kPanel);
+    for (int r = 0; r < row_end - row; ++r)
+      gate(gates + r * kPanel, ups + r * kPanel, out + (row + r) * inner + int64_t(half) * kHalf, width * kHalf);
+  });
+}
+
+template <class T>
+typename Linear<T>::Input Linear<T>::prepare(Team& team, const T* x, int64_t x_stride, int rows, float* wide) const {
+  if constexpr (kWidens) {
+    team.for_ranges(rows, [&](int64_t row, int64_t end) {
+      for (; row < end; ++row) {
+        const T* from = x + row * x_stride;
+        float* to = wide + row * inputs_;
+        int64_t k = 0;
+        for (; k + W <= inputs_; k += W) store(to + k, load(from + k));
+        for (; k < inputs_; ++k) to[k] = to_float(from[k]);
+      }
+    });
+    return {wide, inputs_};
+  } else {
+    return {reinterpret_cast<const L*>(x), x_stride / Packed<T>::kElements};
+  }
+}
+
+/// `halves` half panels, the first of them numbered `half`; out points at their first column.
+template <class T>
+void Linear<T>::columns(Input input, int half, int halves, int rows, T* out, int64_t out_stride) const {
+  if (halves == 2 && half % 2 == 0) return tile<kTileVectors>(input, half, rows, out, out_stride);
+  for (int i = 0; i < halves; ++i) tile<kTileVectors / 2>(input, half + i, rows, out + i * kHalf, out_stride);
+}
+
+template <class T>
+template <int VECTORS>
+void Linear<T>::tile(Input input, int half, int rows, T* out, int64_t out_stride) const {
+  const R* right = packed_ + half / 2 * panel_ + half % 2 * kHalf;
+  in_tiles(rows, [&](int first, int size) {
+    by_rows(size, [&]<int ROWS>() {
+      V c[ROWS][VECTORS];
+      for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < VECTORS; ++j) c[i][j] = zero();
+      multiply<kTileVectors>(c, input.rows + first * input.stride, input.stride, right, panel_, steps_);
+      for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < VECTORS; ++j)
+          put(c[i][j], int64_t(half) * kHalf + j * W, out + (first + i) * out_stride + j * W);
+    });
+  });
+}
+
+template <class T>
+void Linear<T>::put(V sum, int64_t column, T* to) const {
+  if (column + W <= outputs_) {
+    store(to, bias_ ? add(sum, load(bias_ + column)) : sum);
+    return;
+  }
+  alignas(64) float sums[W];
+  store(sums, sum);
+  for (int64_t n = column; n < outputs_; ++n)
+    to[n - column] = from_float<T>(sums[n - column] + (bias_ ? to_float(bias_[n]) : 0.f));
+}
+
+template class Linear<float>;
+template class Linear<bf16>;
+template class Linear<f16>;
+
 }  // namespace quire
 
 using namespace quire;
 
 int64_t quire_linear_bytes(int32_t dtype, int64_t outputs, int64_t inputs) {
+  constexpr int64_t kPanel = kTileVectors * W;
   return (outputs + kPanel - 1) / kPanel * kPanel * inputs * (dtype == kFloat32 ? 4 : 2);
 }
 
@@ -156,12 +153,14 @@ void quire_linear_pack(int32_t dtype, const void* weight, void* packed, int64_t 
   });
 }
 
-void quire_linear(int32_t dtype, const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
-                  int64_t out_stride, int64_t rows, int64_t outputs, int64_t inputs) {
+void quire_linear(int32_t dtype, const QuireLinear* layer, const void* x, int64_t x_stride, void* out,
+                  int64_t out_stride, int64_t rows) {
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    Linear<T>(static_cast<const T*>(x), x_stride, packed, static_cast<const T*>(bias), static_cast<T*>(out),
-              out_stride, rows, outputs, inputs)
-        .run(omp_get_max_threads());
+    const Linear<T> linear(*layer);
+    float* wide = static_cast<float*>(scratch<kShared>(Linear<T>::wide(rows, layer->inputs) * sizeof(float)));
+    Team::run(omp_get_max_threads(), [&](Team& team) {
+      linear.run(team, static_cast<const T*>(x), x_stride, int(rows), static_cast<T*>(out), out_stride, wide);
+    });
   });
 }

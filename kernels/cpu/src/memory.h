@@ -50,7 +50,7 @@ inline void* scratch(size_t bytes) {
   return memory.get();
 }
 
-enum ScratchUse { kShared, kThread };
+enum ScratchUse { kShared, kThread, kStep };
 
 /// Cuts a buffer into aligned arrays.
 class Arena {
@@ -62,6 +62,7 @@ class Arena {
     next_ += bytes<T>(count);
     return taken;
   }
+  char* end() const { return next_; }
   template <class T>
   static constexpr size_t bytes(size_t count) {
     return (count * sizeof(T) + 63) / 64 * 64;

@@ -7,23 +7,21 @@
 // not depend on the batch or on how a prompt is cut, so neither do a row's bits.
 //
 // With AVX512-BF16, bf16 keys, values and (rounded) weights are multiplied as pairs; elsewhere all are floats.
-#include <omp.h>
+#include "prefill.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "dispatch.h"
-#include "memory.h"
-#include "product.h"
 
 namespace quire {
 namespace {
 
 constexpr int kKeys = 128;
 constexpr int kRows = 96;  // of a query tile, about
-constexpr int kPanel = 2 * W;
 
-/// How a tile of T is packed for product.h: E is an entry of both sides.
+constexpr int kPanel = kAttentionPanel;
+
+/// How a tile of T is packed for product.h.
 template <class T>
 struct Packing {
   using E = float;
@@ -96,205 +94,175 @@ struct Packing<bf16> {
 };
 #endif
 
-struct Item {
-  int32_t sequence, head, token, tokens;  // token: the first, counted within the sequence's new ones
-  int64_t cost;
-};
+}  // namespace
+
+PrefillPlan::PrefillPlan(const QuireSequences& sequences, const int32_t* cu_seqlens, int window_, int heads,
+                         int kv_heads, int threads)
+    : window(window_) {
+  const int group = heads / kv_heads;
+  int64_t rows = 0;
+  for (int s = 0; s < sequences.count; ++s) rows += int64_t(cu_seqlens[s + 1] - cu_seqlens[s]) * heads;
+  // Smaller tiles when there would not be enough of them for all threads.
+  int64_t wanted = kRows;
+  while (wanted > kTileRows && rows / wanted < 4 * threads) wanted /= 2;
+  const int tile = std::max(1, int(wanted) / group);
+  for (int s = 0; s < sequences.count; ++s) {
+    const int fresh = cu_seqlens[s + 1] - cu_seqlens[s], start = sequences.seq_lens[s] - fresh;
+    for (int token = 0; token < fresh; token += tile) {
+      const int tokens = std::min(tile, fresh - token);
+      const int end = start + token + tokens, begin = window > 0 ? std::max(0, start + token + 1 - window) : 0;
+      for (int head = 0; head < kv_heads; ++head)
+        items.push_back({s, head, token, tokens, int64_t(end - begin) * tokens});
+    }
+  }
+  std::stable_sort(items.begin(), items.end(), [](const PrefillItem& a, const PrefillItem& b) { return a.cost > b.cost; });
+}
 
 template <class T>
-class Prefill {
-  using P = Packing<T>;
-  using E = typename P::E;
+void Prefill<T>::run(const PrefillItem& item) const {
+  const int rows = item.tokens * group_, entries = dim_ / Packing<T>::kElements;
+  const int position = sequences_.seq_lens[item.sequence] - new_tokens(item.sequence) + item.token;
+  const int64_t first_token = cu_seqlens_[item.sequence] + item.token;
+  const int32_t* table = sequences_.block_table + item.sequence * sequences_.table_stride;
 
- public:
-  Prefill(const QuireCache& cache, const QuireSequences& sequences, const QuireScores& how, const int32_t* cu_seqlens,
-          const T* q, int64_t q_stride, T* out, int heads)
-      : cache_(cache),
-        sequences_(sequences),
-        how_(how),
-        cu_seqlens_(cu_seqlens),
-        q_(q),
-        q_stride_(q_stride),
-        out_(out),
-        heads_(heads),
-        group_(heads / cache.kv_heads),
-        dim_(cache.head_dim),
-        padded_((dim_ + kPanel - 1) / kPanel * kPanel) {}
+  const size_t packed = size_t(kKeys) * padded_;
+  Arena arena(scratch<kThread>(Arena::bytes<E>(size_t(rows) * entries) + 2 * Arena::bytes<E>(packed) +
+                               Arena::bytes<float>(size_t(rows) * padded_) + 2 * Arena::bytes<float>(rows)));
+  E* q = arena.take<E>(size_t(rows) * entries);
+  E* keys = arena.take<E>(packed);
+  E* values = arena.take<E>(packed);
+  float* acc = arena.take<float>(size_t(rows) * padded_);
+  float* maximum = arena.take<float>(rows);
+  float* denominator = arena.take<float>(rows);
+  for (int row = 0; row < rows; ++row)
+    Packing<T>::query(q_ + (first_token + row / group_) * q_stride_ + (item.head * group_ + row % group_) * dim_,
+             q + row * entries, dim_);
+  std::fill_n(acc, size_t(rows) * padded_, 0.f);
+  std::fill_n(maximum, rows, -kInf);
+  std::fill_n(denominator, rows, 0.f);
 
-  void run(int threads) {
-    const std::vector<Item> items = plan(threads);
-    const int count = int(items.size());
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int i = 0; i < count; ++i) run(items[i]);
-  }
-
- private:
-  std::vector<Item> plan(int threads) const {
-    std::vector<Item> items;
-    int64_t rows = 0;
-    for (int s = 0; s < sequences_.count; ++s) rows += int64_t(new_tokens(s)) * heads_;
-    // Smaller tiles when there would not be enough of them for all threads.
-    int64_t wanted = kRows;
-    while (wanted > kTileRows && rows / wanted < 4 * threads) wanted /= 2;
-    const int tile = std::max(1, int(wanted) / group_);
-    for (int s = 0; s < sequences_.count; ++s) {
-      const int fresh = new_tokens(s), start = sequences_.seq_lens[s] - fresh;
-      for (int token = 0; token < fresh; token += tile) {
-        const int tokens = std::min(tile, fresh - token);
-        const int end = start + token + tokens, begin = first_key(start + token);
-        for (int head = 0; head < cache_.kv_heads; ++head)
-          items.push_back({s, head, token, tokens, int64_t(end - begin) * tokens});
-      }
-    }
-    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
-    return items;
-  }
-
-  int new_tokens(int sequence) const { return cu_seqlens_[sequence + 1] - cu_seqlens_[sequence]; }
-  int first_key(int position) const { return how_.window > 0 ? std::max(0, position + 1 - how_.window) : 0; }
-
-  void run(const Item& item) const {
-    const int rows = item.tokens * group_, entries = dim_ / P::kElements;
-    const int position = sequences_.seq_lens[item.sequence] - new_tokens(item.sequence) + item.token;
-    const int64_t first_token = cu_seqlens_[item.sequence] + item.token;
-    const int32_t* table = sequences_.block_table + item.sequence * sequences_.table_stride;
-
-    const size_t packed = size_t(kKeys) * padded_;
-    Arena arena(scratch<kThread>(Arena::bytes<E>(size_t(rows) * entries) + 2 * Arena::bytes<E>(packed) +
-                                 Arena::bytes<float>(size_t(rows) * padded_) + 2 * Arena::bytes<float>(rows)));
-    E* q = arena.take<E>(size_t(rows) * entries);
-    E* keys = arena.take<E>(packed);
-    E* values = arena.take<E>(packed);
-    float* acc = arena.take<float>(size_t(rows) * padded_);
-    float* maximum = arena.take<float>(rows);
-    float* denominator = arena.take<float>(rows);
-    for (int row = 0; row < rows; ++row)
-      P::query(q_ + (first_token + row / group_) * q_stride_ + (item.head * group_ + row % group_) * dim_,
-               q + row * entries, dim_);
-    std::fill_n(acc, size_t(rows) * padded_, 0.f);
-    std::fill_n(maximum, rows, -kInf);
-    std::fill_n(denominator, rows, 0.f);
-
-    const int begin = first_key(position), end = position + item.tokens;
-    for (int base = begin / kKeys * kKeys; base < end; base += kKeys) {
-      const int tokens = std::min(kKeys, end - base), padded = (tokens + kPanel - 1) / kPanel * kPanel;
-      const T* looked_up[kKeys];
-      for (int t = 0; t < padded; ++t)
-        looked_up[t] = t < tokens && base + t >= begin ? cache_.token(table, base + t) : nullptr;
-      P::keys(looked_up, item.head * cache_.head_stride, padded, dim_, keys);
-      P::values(looked_up, cache_.values + item.head * cache_.head_stride, padded, dim_, values);
-      in_tiles(rows, [&](int row, int size) {
-        const int last = position + (row + size - 1) / group_;  // the last query's position: no key after it matters
-        if (last < base) return;
-        by_rows(size, [&]<int ROWS>() {
-          attend<ROWS>(q + row * entries, keys, values, acc + row * padded_, maximum + row, denominator + row, base,
-                       std::min(tokens, last + 1 - base), position, row);
-        });
+  const int begin = first_key(position), end = position + item.tokens;
+  for (int base = begin / kKeys * kKeys; base < end; base += kKeys) {
+    const int tokens = std::min(kKeys, end - base), padded = (tokens + kPanel - 1) / kPanel * kPanel;
+    const T* looked_up[kKeys];
+    for (int t = 0; t < padded; ++t)
+      looked_up[t] = t < tokens && base + t >= begin ? cache_.token(table, base + t) : nullptr;
+    Packing<T>::keys(looked_up, item.head * cache_.head_stride, padded, dim_, keys);
+    Packing<T>::values(looked_up, cache_.values + item.head * cache_.head_stride, padded, dim_, values);
+    in_tiles(rows, [&](int row, int size) {
+      const int last = position + (row + size - 1) / group_;  // the last query's position: no key after it matters
+      if (last < base) return;
+      by_rows(size, [&]<int ROWS>() {
+        attend<ROWS>(q + row * entries, keys, values, acc + row * padded_, maximum + row, denominator + row, base,
+                     std::min(tokens, last + 1 - base), position, row);
       });
-    }
-    for (int row = 0; row < rows; ++row) {
-      T* to = out_ + ((first_token + row / group_) * heads_ + item.head * group_ + row % group_) * dim_;
-      const V factor = set1(denominator[row] > 0 ? 1 / denominator[row] : 0);
-      for (int d = 0; d < dim_; d += W) store(to + d, mul(load(acc + row * padded_ + d), factor));
-    }
+    });
+  }
+  for (int row = 0; row < rows; ++row) {
+    T* to = out_ + ((first_token + row / group_) * heads_ + item.head * group_ + row % group_) * dim_;
+    const V factor = set1(denominator[row] > 0 ? 1 / denominator[row] : 0);
+    for (int d = 0; d < dim_; d += W) store(to + d, mul(load(acc + row * padded_ + d), factor));
+  }
+}
+
+/// ROWS rows of a tile against `tokens` keys that begin at position `base`.
+template <class T>
+template <int ROWS>
+void Prefill<T>::attend(const E* q, const E* keys, const E* values, float* acc, float* maximum, float* denominator,
+                        int base, int tokens, int position, int row) const {
+  alignas(64) float scores[ROWS][kKeys];
+  alignas(64) E weights[ROWS][kKeys / Packing<T>::kElements];
+  const int entries = dim_ / Packing<T>::kElements, vectors = (tokens + W - 1) / W;
+  int v = 0;
+  for (; v + kTileVectors <= vectors; v += kTileVectors)
+    score<ROWS, kTileVectors>(q, keys + v * W * entries, entries, &scores[0][v * W]);
+  for (; v < vectors; v += 2) score<ROWS, 2>(q, keys + v * W * entries, entries, &scores[0][v * W]);
+
+  float shrink[ROWS];
+  for (int i = 0; i < ROWS; ++i) {
+    const int at = position + (row + i) / group_;
+    const int first = std::max(0, first_key(at) - base), last = std::min(tokens, at + 1 - base);
+    shrink[i] = soften(scores[i], first, last, vectors, maximum[i], denominator[i], weights[i]);
   }
 
-  /// ROWS rows of a tile against `tokens` keys that begin at position `base`.
-  template <int ROWS>
-  void attend(const E* q, const E* keys, const E* values, float* acc, float* maximum, float* denominator, int base,
-              int tokens, int position, int row) const {
-    alignas(64) float scores[ROWS][kKeys];
-    alignas(64) E weights[ROWS][kKeys / P::kElements];
-    const int entries = dim_ / P::kElements, vectors = (tokens + W - 1) / W;
-    int v = 0;
-    for (; v + kTileVectors <= vectors; v += kTileVectors)
-      score<ROWS, kTileVectors>(q, keys + v * W * entries, entries, &scores[0][v * W]);
-    for (; v < vectors; v += 2) score<ROWS, 2>(q, keys + v * W * entries, entries, &scores[0][v * W]);
+  const int steps = (vectors * W + Packing<T>::kElements - 1) / Packing<T>::kElements;
+  const int columns = padded_ / W;
+  int c = 0;
+  for (; c + kTileVectors <= columns; c += kTileVectors)
+    accumulate<ROWS, kTileVectors>(weights[0], values + c * W * (kKeys / Packing<T>::kElements), steps, acc + c * W, shrink);
+  for (; c < columns; c += 2)
+    accumulate<ROWS, 2>(weights[0], values + c * W * (kKeys / Packing<T>::kElements), steps, acc + c * W, shrink);
+}
 
-    float shrink[ROWS];
-    for (int i = 0; i < ROWS; ++i) {
-      const int at = position + (row + i) / group_;
-      const int first = std::max(0, first_key(at) - base), last = std::min(tokens, at + 1 - base);
-      shrink[i] = soften(scores[i], first, last, vectors, maximum[i], denominator[i], weights[i]);
-    }
+template <class T>
+template <int ROWS, int VECTORS>
+void Prefill<T>::score(const E* q, const E* keys, int entries, float* scores) {
+  V c[ROWS][VECTORS];
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < VECTORS; ++j) c[i][j] = zero();
+  multiply<2, ROWS, VECTORS, E>(c, q, entries, keys, int64_t(entries) * kPanel, entries);
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < VECTORS; ++j) store(scores + i * kKeys + j * W, c[i][j]);
+}
 
-    const int steps = (vectors * W + P::kElements - 1) / P::kElements;
-    const int columns = padded_ / W;
-    int c = 0;
-    for (; c + kTileVectors <= columns; c += kTileVectors)
-      accumulate<ROWS, kTileVectors>(weights[0], values + c * W * (kKeys / P::kElements), steps, acc + c * W, shrink);
-    for (; c < columns; c += 2)
-      accumulate<ROWS, 2>(weights[0], values + c * W * (kKeys / P::kElements), steps, acc + c * W, shrink);
+/// Weights of one row's keys first .. last - 1 relative to its running maximum; 0 for the others. Returns what
+/// earlier sums must be multiplied by.
+template <class T>
+float Prefill<T>::soften(float* scores, int first, int last, int vectors, float& maximum, float& denominator,
+                         E* weights) const {
+  const bool whole = first <= 0 && last >= vectors * W;
+  const V scale = set1(how_.softcap > 0 ? how_.scale / how_.softcap : how_.scale * kLog2e);
+  V highest = set1(-kInf);
+  for (int v = 0; v < vectors; ++v) {
+    V s = mul(load(scores + v * W), scale);
+    if (how_.softcap > 0) s = mul(tanh(s), set1(how_.softcap * kLog2e));
+    if (!whole) s = keep(s, first - v * W, last - v * W, -kInf);
+    store(scores + v * W, s);
+    highest = max(highest, s);
   }
-
-  template <int ROWS, int VECTORS>
-  static void score(const E* q, const E* keys, int entries, float* scores) {
-    V c[ROWS][VECTORS];
-    for (int i = 0; i < ROWS; ++i)
-      for (int j = 0; j < VECTORS; ++j) c[i][j] = zero();
-    multiply<ROWS, VECTORS, E>(c, q, entries, keys, int64_t(entries) * kPanel, entries);
-    for (int i = 0; i < ROWS; ++i)
-      for (int j = 0; j < VECTORS; ++j) store(scores + i * kKeys + j * W, c[i][j]);
+  const float raised = std::max(maximum, hmax(highest));
+  const float shrink = raised > maximum ? std::exp2(maximum - raised) : 1.f;
+  const V offset = set1(raised == -kInf ? 0.f : raised);
+  V sum = zero();
+  for (int v = 0; v < vectors; ++v) {
+    const V weight = exp2(sub(load(scores + v * W), offset));
+    Packing<T>::weights(weight, weights + v * W / Packing<T>::kElements);
+    sum = add(sum, weight);
   }
+  maximum = raised;
+  denominator = denominator * shrink + hsum(sum);
+  return shrink;
+}
 
-  /// Weights of one row's keys first .. last - 1 relative to its running maximum; 0 for the others. Returns what
-  /// earlier sums must be multiplied by.
-  float soften(float* scores, int first, int last, int vectors, float& maximum, float& denominator, E* weights) const {
-    const bool whole = first <= 0 && last >= vectors * W;
-    const V scale = set1(how_.softcap > 0 ? how_.scale / how_.softcap : how_.scale * kLog2e);
-    V highest = set1(-kInf);
-    for (int v = 0; v < vectors; ++v) {
-      V s = mul(load(scores + v * W), scale);
-      if (how_.softcap > 0) s = mul(tanh(s), set1(how_.softcap * kLog2e));
-      if (!whole) s = keep(s, first - v * W, last - v * W, -kInf);
-      store(scores + v * W, s);
-      highest = max(highest, s);
-    }
-    const float raised = std::max(maximum, hmax(highest));
-    const float shrink = raised > maximum ? std::exp2(maximum - raised) : 1.f;
-    const V offset = set1(raised == -kInf ? 0.f : raised);
-    V sum = zero();
-    for (int v = 0; v < vectors; ++v) {
-      const V weight = exp2(sub(load(scores + v * W), offset));
-      P::weights(weight, weights + v * W / P::kElements);
-      sum = add(sum, weight);
-    }
-    maximum = raised;
-    denominator = denominator * shrink + hsum(sum);
-    return shrink;
-  }
+template <class T>
+template <int ROWS, int VECTORS>
+void Prefill<T>::accumulate(const E* weights, const E* values, int steps, float* acc, const float* shrink) const {
+  constexpr int kStride = kKeys / Packing<T>::kElements;
+  V c[ROWS][VECTORS];
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < VECTORS; ++j) c[i][j] = mul(load(acc + i * padded_ + j * W), set1(shrink[i]));
+  multiply<2, ROWS, VECTORS, E>(c, weights, kStride, values, int64_t(kStride) * kPanel, steps);
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < VECTORS; ++j) store(acc + i * padded_ + j * W, c[i][j]);
+}
 
-  template <int ROWS, int VECTORS>
-  void accumulate(const E* weights, const E* values, int steps, float* acc, const float* shrink) const {
-    constexpr int kStride = kKeys / P::kElements;
-    V c[ROWS][VECTORS];
-    for (int i = 0; i < ROWS; ++i)
-      for (int j = 0; j < VECTORS; ++j) c[i][j] = mul(load(acc + i * padded_ + j * W), set1(shrink[i]));
-    multiply<ROWS, VECTORS, E>(c, weights, kStride, values, int64_t(kStride) * kPanel, steps);
-    for (int i = 0; i < ROWS; ++i)
-      for (int j = 0; j < VECTORS; ++j) store(acc + i * padded_ + j * W, c[i][j]);
-  }
+template class Prefill<float>;
+template class Prefill<bf16>;
+template class Prefill<f16>;
 
-  const Cache<T> cache_;
-  const QuireSequences& sequences_;
-  const QuireScores& how_;
-  const int32_t* cu_seqlens_;
-  const T* q_;
-  const int64_t q_stride_;
-  T* out_;
-  const int heads_, group_, dim_, padded_;
-};
-
-}  // namespace
 }  // namespace quire
+
+using namespace quire;
 
 void quire_paged_prefill(const QuireCache* cache, const QuireSequences* sequences, const QuireScores* scores,
                          const int32_t* cu_seqlens, const void* q, int64_t q_stride, void* out, int32_t heads) {
-  using namespace quire;
   by_dtype(cache->dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    Prefill<T>(*cache, *sequences, *scores, cu_seqlens, static_cast<const T*>(q), q_stride, static_cast<T*>(out),
-               heads)
-        .run(omp_get_max_threads());
+    const PrefillPlan plan(*sequences, cu_seqlens, scores->window, heads, cache->kv_heads, omp_get_max_threads());
+    const Prefill<T> prefill(*cache, *sequences, *scores, cu_seqlens, static_cast<const T*>(q), q_stride,
+                             static_cast<T*>(out), heads);
+    Team::run(omp_get_max_threads(), [&](Team& team) {
+      team.for_each(int64_t(plan.items.size()), [&](int64_t i) { prefill.run(plan.items[i]); });
+    });
   });
 }

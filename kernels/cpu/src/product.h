@@ -1,8 +1,8 @@
 // The matrix product under packed linear and prefill attention: a few rows of a row-major left side times a packed
 // right side, kept in registers.
 //
-// The right side [steps, columns] is packed in panels of 2 W columns: panel p holds, for each step, the 2 W entries of
-// columns 2 W p ... An entry is one element, or a pair of bf16 that are neighbours along the summed dimension (a step
+// The right side [steps, columns] is packed in panels of a few vectors of columns: a panel holds, for each step, the
+// entries of its columns. An entry is one element, or a pair of bf16 that are neighbours along the summed dimension (a step
 // then covers two elements); the left side has matching entries, as floats or as pairs of its own.
 #pragma once
 #include "vec.h"
@@ -11,6 +11,12 @@ namespace quire {
 
 template <class R>
 struct Left {
+  using type = float;
+};
+
+/// What both sides of a product of two T are packed as.
+template <class T>
+struct Entry {
   using type = float;
 };
 
@@ -25,6 +31,10 @@ template <>
 struct Left<bf16x2> {
   using type = bf16x2;
 };
+template <>
+struct Entry<bf16> {
+  using type = bf16x2;
+};
 /// The pair type of this processor's products: both factors of a bf16 product are read as pairs where it has them.
 inline __m512i broadcast(const bf16x2* p) { return _mm512_set1_epi32(int(p->bits)); }
 inline __m512i load_right(const bf16x2* p) { return load_pairs(p); }
@@ -35,13 +45,15 @@ inline V multiply_add(__m512i left, __m512i right, V acc) { return dot_pairs(acc
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = W == 16 ? 4 : 2;
 
-/// c[i][j] += sum over steps of left[i * stride + step] * right, column vector j. panel: entries between panels.
-template <int ROWS, int VECTORS, class R>
+/// c[i][j] += sum over steps of left[i * stride + step] * right, column vector j. PANEL: vectors of columns in a panel;
+/// panel: entries from one to the next.
+template <int PANEL, int ROWS, int VECTORS, class R>
 inline void multiply(V (&c)[ROWS][VECTORS], const typename Left<R>::type* left, int64_t stride, const R* right,
                      int64_t panel, int steps) {
   for (int k = 0; k < steps; ++k) {
     decltype(load_right(right)) columns[VECTORS];
-    for (int j = 0; j < VECTORS; ++j) columns[j] = load_right(right + j / 2 * panel + k * 2 * W + j % 2 * W);
+    for (int j = 0; j < VECTORS; ++j)
+      columns[j] = load_right(right + j / PANEL * panel + (k * PANEL + j % PANEL) * W);
     for (int i = 0; i < ROWS; ++i) {
       const auto row = broadcast(left + i * stride + k);
       for (int j = 0; j < VECTORS; ++j) c[i][j] = multiply_add(row, columns[j], c[i][j]);

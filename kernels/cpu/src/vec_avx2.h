@@ -91,9 +91,10 @@ inline V hsums(const V (&x)[W]) {
   return add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
-/// 2^x: the power of the nearest integer times a polynomial of the rest (Cephes' exp2f). 0 far below 0, so for -inf.
+/// 2^x: the power of the nearest integer times a polynomial of the rest (Cephes' exp2f). 0 far below 0, so for -inf;
+/// infinite from about 127.5 on.
 inline V exp2(V x) {
-  const V bounded = max(x, set1(-126.f));
+  const V bounded = min(max(x, set1(-126.f)), set1(128.f));
   const V n = _mm256_round_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const V r = sub(bounded, n);
   V p = set1(1.535336188319500e-4f);

@@ -7,48 +7,37 @@ keys and values in one product, gate and up in one).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from kernels import ops
+from kernels.decoder import Batch, DecoderParts, FusedDecoder, LayerParts
+from kernels.ops import Kernels
 from services.worker.models.config import ModelConfig
 from shared.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The tokens of one forward pass: D decode rows of one token each, then the tokens of C prefill chunks.
-
-    tokens, positions, slot_mapping: [T] int64. Decode tables [D, max_blocks] int32 and lengths [D] int32; chunk tables,
-    cu_seqlens [C + 1] and lengths likewise. Lengths include the batch's own tokens.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    decode_tables: torch.Tensor
-    decode_lens: torch.Tensor
-    chunk_tables: torch.Tensor
-    chunk_cu_seqlens: torch.Tensor
-    chunk_lens: torch.Tensor
-
-
 class Linear:
-    """``x @ weight.T + bias``; weight [out, in], uninitialised until it is loaded."""
+    """``x @ weight.T + bias``; weight [out, in], uninitialised until it is loaded, then packed."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
         self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
 
+    def pack(self, kernels: Kernels) -> None:
+        """Hands the loaded weight to the kernels, which may keep a copy in another order: ours is let go."""
+        self.product = kernels.linear(self.weight, self.bias)
+        del self.weight
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x)
 
 
 class Layer:
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, kernels: Kernels
+    ) -> None:
         self.config = config
+        self.kernels = kernels
         self.window = config.windows[index]
         hidden, head_dim = config.hidden_size, config.head_dim
         self.q_size, self.kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -81,17 +70,32 @@ class Layer:
                     found[f"{name}.bias"] = part
         return found
 
+    def pack(self) -> None:
+        for linear in (self.qkv, self.out, self.gate_up, self.down):
+            linear.pack(self.kernels)
+
+    def parts(self) -> LayerParts:
+        return LayerParts(
+            input_norm=self.input_norm,
+            post_norm=self.post_norm,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            qkv=self.qkv.product,
+            out=self.out.product,
+            gate_up=self.gate_up.product,
+            down=self.down.product,
+            window=self.window,
+        )
+
     def attend(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """Self-attention of normed ``x [T, hidden]``; stores the new keys and values first."""
-        config, eps = self.config, self.config.rms_norm_eps
+        config, ops = self.config, self.kernels
         qkv = self.qkv(x).view(len(x), -1, config.head_dim)
-        qk, v = torch.split(qkv, [config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
-        q, k = torch.split(qk, [config.num_heads, config.num_kv_heads], dim=1)
+        q, k, _ = torch.split(qkv, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q.copy_(ops.rms_norm(q, self.q_norm, eps))
-            k.copy_(ops.rms_norm(k, self.k_norm, eps))
-        ops.rope(qk, cos_sin, batch.positions)
-        ops.store_kv(k, v, kv, batch.slot_mapping)
+            q.copy_(ops.rms_norm(q, self.q_norm, config.rms_norm_eps))
+            k.copy_(ops.rms_norm(k, self.k_norm, config.rms_norm_eps))
+        ops.rope_store(qkv, kv, cos_sin, batch.positions, batch.slot_mapping)
         scale, decodes = config.head_dim**-0.5, len(batch.decode_lens)
         parts = []
         if decodes:
@@ -117,19 +121,25 @@ class Layer:
 
     def transform(self, x: torch.Tensor) -> torch.Tensor:
         """The gated feed-forward of normed ``x [T, hidden]``."""
-        return self.down(ops.silu_mul(self.gate_up(x)))
+        return self.down(self.kernels.silu_mul(self.gate_up(x)))
 
 
 class Decoder:
     """Weights of one model and its forward pass over paged KV."""
 
-    def __init__(self, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device, kernels: Kernels
+    ) -> None:
         self.config = config
+        self.kernels = kernels
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [Layer(config, index, dtype, device) for index in range(config.num_layers)]
+        self.layers = [Layer(config, index, dtype, device, kernels) for index in range(config.num_layers)]
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.head = torch.empty_like(self.embedding) if not config.tied else self.embedding
+        self.head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+        if config.tied:
+            self.head.weight = self.embedding
         self.cos_sin = config.rope.table(max_model_len).to(device)
+        self.fused: FusedDecoder | None = None
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies every weight into its place. Raises ConfigError naming one that is missing, unknown or misshapen."""
@@ -149,10 +159,23 @@ class Decoder:
             first = min(missing)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(f"the weights lack {first}{more}")
+        for layer in self.layers:
+            layer.pack()
+        self.head.pack(self.kernels)
+        self.fused = self.kernels.decoder(self._parts())
+
+    def step(
+        self, batch: Batch, kv: list[torch.Tensor], samples: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Logits [len(samples), vocab_size] of rows ``samples`` (int64) of the batch, whose keys and values are stored
+        in ``kv``; and seconds by part where the kernels measure them."""
+        if self.fused is not None and self.fused.takes(kv[0]):
+            return self.fused(batch, kv, samples)
+        return self.logits(self.forward(batch, kv)[samples]), {}
 
     def forward(self, batch: Batch, kv: list[torch.Tensor]) -> torch.Tensor:
         """Hidden states [T, hidden] before the last norm; new keys and values are stored in ``kv`` (one a layer)."""
-        eps = self.config.rms_norm_eps
+        ops, eps = self.kernels, self.config.rms_norm_eps
         residual = self.embedding[batch.tokens]
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
@@ -167,12 +190,27 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab_size] of the given rows of ``forward``'s result."""
-        return F.linear(ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.head)
+        return self.head(self.kernels.rms_norm(hidden, self.norm, self.config.rms_norm_eps))
+
+    def _parts(self) -> DecoderParts:
+        config = self.config
+        return DecoderParts(
+            layers=[layer.parts() for layer in self.layers],
+            embedding=self.embedding,
+            norm=self.norm,
+            head=self.head.product,
+            cos_sin=self.cos_sin,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+        )
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.config.tied:
-            found["lm_head.weight"] = self.head
+            found["lm_head.weight"] = self.head.weight
         for index, layer in enumerate(self.layers):
             found |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.parameters().items()}
         return found

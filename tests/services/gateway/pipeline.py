@@ -122,7 +122,8 @@ class Peer:
             if client not in self.clients:
                 self.clients.append(client)
             number = message.client_number or 7
-            self.send(client, Welcome(self.epoch, number, 16, 100, MAX_MODEL_LEN, VOCAB_SIZE, [2], "digest"))
+            limits = (16, 100, MAX_MODEL_LEN, VOCAB_SIZE, [2])
+            self.send(client, Welcome(self.epoch, number, *limits, "digest", "a/toy model"))
             self.welcomed(client)
         elif isinstance(message, Heartbeat):
             self.send(client, Heartbeat(self.epoch, 0, 0.0))

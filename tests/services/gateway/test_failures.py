@@ -120,6 +120,32 @@ def test_a_tokenizer_that_leaves() -> None:
             assert waiting.response().json()["choices"][0]["message"]["content"] == "x"
 
 
+def test_a_tokenizer_that_drains_keeps_its_streams_and_others_get_what_it_refuses() -> None:
+    with running(tokenizers=2) as pipeline:
+        gateway = pipeline.gateway()
+        draining, other = pipeline.tokenizers
+        with gateway.client() as client:
+            gateway.wait_log("tokenizer 1 joined")
+            posted = [Posted(client, "/v1/completions", {"prompt": "a"}) for _ in range(2)]
+            kept, elsewhere = draining.submitted(), other.submitted()
+            kept.accept()
+            elsewhere.accept()
+            posted += [Posted(client, "/v1/completions", {"prompt": "b"}) for _ in range(2)]
+            refused, direct = draining.submitted(), other.submitted()
+            refused.reject(503, "draining", "", "this tokenizer is shutting down", 1.0)
+            again = other.submitted()
+            assert again.rid == refused.rid and again.submit == replaced(refused, again)
+            # It has the fewest requests now, and still gets no further one.
+            posted += [Posted(client, "/v1/completions", {"prompt": "c"}) for _ in range(3)]
+            further = [other.submitted() for _ in range(3)]
+            for answer in (direct, again, *further):
+                answer.accept()
+            for answer in (kept, elsewhere, direct, again, *further):
+                answer.text("x")
+                answer.finish("stop")
+            assert [one.response().json()["choices"][0]["text"] for one in posted] == ["x"] * 7
+
+
 def test_without_any_tokenizer_requests_wait_for_one() -> None:
     with running(tokenizers=1) as pipeline:
         gateway = pipeline.gateway()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -165,13 +166,15 @@ def test_api_keys(pipeline: Pipeline, locked: httpx.Client) -> None:
     tenants = []
     for key in KEYS:
         assert locked.get("/v1/models", headers=bearer(key)).status_code == 200
-        with httpx.Client(base_url=locked.base_url, headers=bearer(key)) as client:
+        untrusted = {"X-Tenant": "somebody else"}
+        with httpx.Client(base_url=locked.base_url, headers=bearer(key) | untrusted) as client:
             posted = Posted(client, "/v1/completions", {"prompt": "a"})
             answer = pipeline.tokenizer.submitted()
             answer.reject(429, "queue_full", "", "later")
             assert posted.response().status_code == 429
             tenants.append(answer.submit.tenant)
     assert len(set(tenants)) == 2 and all(tenants) and not set(tenants) & set(KEYS)
+    assert tenants == [hashlib.sha256(key.encode()).hexdigest()[:16] for key in KEYS]
 
 
 def test_keys_stay_out_of_the_log_and_ids_get_into_it(guarded: Gateway, locked: httpx.Client) -> None:
@@ -195,10 +198,14 @@ def test_before_anything_is_ready() -> None:
             assert ready.status_code == 503 and "scheduler" in ready.json()["reason"]
             for response in (client.post("/v1/chat/completions", json=CHAT), client.post("/tokenize", json={})):
                 assert response.status_code == 503 and response.headers["retry-after"] == "1"
-            assert client.get("/v1/models").json()["data"][0]["id"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+            for path in ("/v1/models", "/v1/models/a/toy"):
+                assert client.get(path).status_code == 503
             assert "quire:http_responses" in client.get("/metrics").text
             pipeline.scheduler.muted = False
             gateway.wait_log("welcomed by the scheduler")
+            assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["a/toy model"]
+            assert client.get("/v1/models/a/toy model").json()["id"] == "a/toy model"
+            assert 'model_name="a/toy model"' in client.get("/metrics").text
             assert client.get("/ready").json()["reason"] == "waiting for a tokenizer"
             pipeline.add_tokenizer()
             gateway.wait_answering("/ready", 200)

@@ -6,15 +6,17 @@ Without a bug the same runs pass, which ``test_random`` shows.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 from services.scheduler.prefix_cache import Entry, PrefixCache
 from services.scheduler.request import Sequence
+from services.scheduler.rows import Rows
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.steps import Draft
+from services.scheduler.swaps import Swaps
 from services.scheduler.tables import Tables
 from services.worker.executor import PlanError
 from tests.services.scheduler.test_random import RUN, run
@@ -105,6 +107,34 @@ def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tables, "unshare", lambda self, sequence, index, step_id: None)
 
 
+def swap_order(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are copied to the host by a later plan than the one whose retire gives them to others."""
+    take_out, late = Swaps.take_out, dict[Swaps, list[tuple[int, int]]]()
+
+    def planted(self: Swaps, sequences: Iterable[Sequence]) -> list[tuple[int, int]]:
+        moves, late[self] = late.get(self, []), take_out(self, sequences)
+        return moves
+
+    patch.setattr(Swaps, "take_out", planted)
+
+
+def stale_row_after_resume(patch: pytest.MonkeyPatch) -> None:
+    """A swapped row comes back to blocks that hold what they held before."""
+    bring_back = Swaps.bring_back
+
+    def planted(self: Swaps, group: list[Sequence], *, slack: int) -> list[tuple[int, int]] | None:
+        moves = bring_back(self, group, slack=slack)
+        return None if moves is None else []
+
+    patch.setattr(Swaps, "bring_back", planted)
+
+
+def paused_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """The scheduler counts on a paused row again, and never told the worker."""
+    pause = Rows.pause
+    patch.setattr(Rows, "pause", lambda self, slots: (pause(self, slots)[0], []))
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -117,6 +147,9 @@ def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
         double_free_on_abort,
         table_not_replaced,
         no_copy_on_write,
+        swap_order,
+        stale_row_after_resume,
+        paused_for_ever,
     ],
     ids=lambda plant: plant.__name__,
 )

@@ -126,6 +126,7 @@ def test_ignore_eos_goes_on_and_a_stop_token_id_ends() -> None:
 
 
 def test_the_whole_context_can_be_used_and_not_more() -> None:
+    """A prompt beyond the pool is refused at once with the limit, block 0 counted out (vLLM 35541, ollama 4967)."""
     simulation = Simulation(num_blocks=5, max_num_batched_tokens=100)
     assert simulation.limits.max_model_len == 64  # what four blocks hold, below the model's 2048
     simulation.submit(1, [5] * 60, 4)
@@ -137,6 +138,7 @@ def test_the_whole_context_can_be_used_and_not_more() -> None:
 
 
 def test_chunks_never_exceed_the_budget_and_decodes_never_pause() -> None:
+    """A long prefill does not stop streams (vLLM 10774)."""
     simulation = Simulation(max_num_batched_tokens=16)
     simulation.submit(1, [5] * 4, 30)
     simulation.round()
@@ -184,6 +186,7 @@ def test_a_place_is_refilled_in_the_very_next_plan() -> None:
 
 
 def test_a_pool_too_small_preempts_and_gives_the_same_tokens() -> None:
+    """Victims leave the very plan in which room is made, and nobody is skipped (vLLM 23347, 49097)."""
     requests = {rid: ([rid] * (5 + rid), 40) for rid in range(1, 7)}
     simulation = Simulation(num_blocks=9)
     for rid, (prompt, max_tokens) in requests.items():
@@ -212,6 +215,7 @@ def test_the_victim_is_the_newest_of_the_lowest_priority_and_returns_before_newc
 
 
 def test_a_token_in_flight_at_preemption_is_kept() -> None:
+    """Preempted while a later step is in flight: nothing is reused early or applied late (vLLM PR 49620)."""
     simulation = Simulation(num_blocks=4, block_size=4, max_num_seqs=2)
     simulation.submit(1, [1] * 3, 9)
     simulation.submit(2, [2] * 3, 9)
@@ -243,7 +247,7 @@ def test_a_preempted_sequence_returns_only_with_its_token_in_flight() -> None:
 
 
 def test_only_whole_prompts_are_admitted() -> None:
-    """Two prompts that each need more than half of the pool do not hold half each for ever."""
+    """Two prompts that each need more than half of the pool do not hold half each for ever (vLLM PR 40968, 21809)."""
     simulation = Simulation(num_blocks=11, max_num_batched_tokens=16)
     simulation.submit(1, [1] * 120, 3)
     simulation.submit(2, [2] * 120, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -216,7 +217,7 @@ def test_two_equal_prompts_in_one_batch_each_give_what_they_give_alone() -> None
 
 
 def test_a_hash_collision_is_a_miss_and_is_counted() -> None:
-    """Equal keys of different tokens never give wrong KV (openvino.genai 3722, vLLM PR 12621)."""
+    """Equal keys of different tokens never give wrong KV (openvino.genai 3722, vLLM PR 12621, llama.cpp 27148)."""
     simulation = Simulation(num_blocks=200, digest=few_keys)
     for rid in range(40):
         run(simulation, rid, tokens(40, rid % 20))
@@ -230,6 +231,20 @@ def test_a_child_of_another_parent_with_equal_keys_is_a_miss() -> None:
     assert len(simulation.scheduler.tables.cache) == 1
     assert run(simulation, 2, tokens(33)) == 16
     assert run(simulation, 3, tokens(16, 9) + tokens(33)[16:]) == 0
+
+
+def test_keys_are_a_cryptographic_hash_of_128_bits_over_the_whole_prefix() -> None:
+    """Nobody makes collisions on purpose (vLLM PR 54727): BLAKE2b, by the definition."""
+    simulation = Simulation()
+    run(simulation, 1, tokens(33))
+    cache, pool = simulation.scheduler.tables.cache, simulation.scheduler.pool
+    ids = np.asarray(tokens(33), dtype="<i4").tobytes()
+    root = hashlib.blake2b(b"", digest_size=16).digest()
+    first = hashlib.blake2b(root + ids[:64], digest_size=16).digest()
+    second = hashlib.blake2b(first + ids[64:128], digest_size=16).digest()
+    found = [entry.key for block in range(1, 64) if (entry := cache.entry_of(block)) is not None]
+    assert sorted(found) == sorted([first, second])
+    assert pool.num_cached == 2
 
 
 def test_salt_parts_are_typed_and_length_prefixed() -> None:

@@ -14,6 +14,7 @@ import zmq
 
 from shared import lifeline
 from shared.ids import Identity
+from shared.models import ModelFiles
 from shared.transport import Endpoint, Security, bind_router, connect_dealer, start_zap
 from shared.wire import PROTOCOL_VERSION, Heartbeat, Hello, Message, Welcome, decode, encode
 
@@ -25,11 +26,11 @@ PLAIN = Security()
 class Scheduler:
     """A ROUTER at the clients' address. It welcomes only when told to."""
 
-    def __init__(self, base: str, *, max_model_len: int = 64, security: Security = PLAIN) -> None:
+    def __init__(self, base: str, files: ModelFiles, *, max_model_len: int = 64, security: Security = PLAIN) -> None:
         self._context = zmq.Context()
         self._zap = start_zap(self._context, security)
         self.socket, _ = bind_router(self._context, Endpoint(base).clients, security)
-        self.welcome = Welcome(77, 0, 16, 100, max_model_len, 400, [1], "digest")
+        self.welcome = Welcome(77, 0, 16, 100, max_model_len, 400, [1], files.digest, files.name)
         self.peer = b""
         self.seen: list[Message] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer as Library
 
 from services.tokenizer.service import advertised
 from shared.codec import int32
+from shared.models import builtin, locate
 from shared.sampling import SamplingParams
 from shared.transport import ClusterKey, Endpoint, Security, connect_dealer
 from shared.wire import (
@@ -71,7 +73,7 @@ class Stage:
     def __init__(self, model: Path, folder: Path, lifeline_fd: int | None = None) -> None:
         self.folder = folder
         self.base = f"ipc://{folder}"
-        self.scheduler = Scheduler(self.base)
+        self.scheduler = Scheduler(self.base, locate(str(model)))
         self.process = Process(model, self.base, folder / "log", lifeline_fd=lifeline_fd)
         self.hello = self.scheduler.receive(Hello, 30)
         self.scheduler.send(self.scheduler.welcome)
@@ -365,7 +367,7 @@ def test_over_tcp_the_port_is_found_and_the_key_asked_for(model: Path, tmp_path:
         base = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     key_file = tmp_path / "key"
     security = Security(ClusterKey.load(key_file))
-    scheduler = Scheduler(base, security=security)
+    scheduler = Scheduler(base, locate(str(model)), security=security)
     process = Process(model, base, tmp_path / "log", "--cluster-key-file", str(key_file))
     try:
         address = scheduler.receive(Hello, 30).address
@@ -415,3 +417,25 @@ def test_a_missing_address_is_one_line(model: Path) -> None:
     )
     assert process.returncode == 2
     assert process.stderr.strip().splitlines()[-1].startswith("quire tokenizer: --connect is missing")
+
+
+@pytest.mark.parametrize("served", ["a/b model", builtin.NAME])
+def test_a_tokenizer_of_another_model_ends_before_it_serves(model: Path, tmp_path: Path, served: str) -> None:
+    base = f"ipc://{tmp_path}"
+    scheduler = Scheduler(base, locate(str(model)))
+    digest = builtin.SHA256 if served == builtin.NAME else "0123"
+    scheduler.welcome = dataclasses.replace(scheduler.welcome, model_digest=digest, model_name=served)
+    process = Process(model, base, tmp_path / "log")
+    try:
+        gateway = Gateway(scheduler.receive(Hello, 30).address)
+        scheduler.send(scheduler.welcome)
+        assert process.wait() == 2
+        assert gateway.receives_nothing(0.2)
+        gateway.close()
+    finally:
+        scheduler.close()
+    wanted = "quire tokenizer" if served == builtin.NAME else "quire tokenizer 'a/b model'"
+    last = process.log.read_text().splitlines()[-1]
+    assert last.endswith(
+        f"the server at {base} serves {served}, this tokenizer has {model}; start with: {wanted} --connect {base}"
+    )

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from services.worker.models.decoder import Batch, Decoder
+from kernels.decoder import Batch
+from services.worker.models.decoder import Decoder
 
 BLOCK_SIZE = 16
 
@@ -36,6 +37,6 @@ def logits(decoder: Decoder, ids: Sequence[int], chunks: Sequence[int]) -> torch
             chunk_cu_seqlens=torch.tensor([0] if decoding else [0, size], dtype=torch.int32),
             chunk_lens=length[:0] if decoding else length,
         )
-        rows.append(decoder.logits(decoder.forward(batch, kv)).float())
+        rows.append(decoder.step(batch, kv, torch.arange(size))[0].float())
         start += size
     return torch.cat(rows)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.ops import select
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
 from shared.errors import ConfigError
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 def decoder(folder: Path, **changes: Any) -> tuple[Decoder, dict[str, torch.Tensor]]:
     model = random_models.save(folder, "llama", **changes)
-    return Decoder(ModelConfig.load(folder), 64, torch.float32, CPU), dict(model.state_dict())
+    return Decoder(ModelConfig.load(folder), 64, torch.float32, CPU, select(CPU, "reference")), dict(model.state_dict())
 
 
 def test_a_missing_weight(tmp_path: Path) -> None:
@@ -47,4 +48,4 @@ def test_a_second_copy_of_tied_weights_and_old_rotary_buffers_are_passed_over(tm
     weights["lm_head.weight"] = torch.zeros(1)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(1)
     ours.load(weights.items())
-    assert torch.equal(ours.head, weights["model.embed_tokens.weight"])
+    assert torch.equal(ours.embedding, weights["model.embed_tokens.weight"])

@@ -13,6 +13,7 @@ import torch
 from services.worker.executor import PlanError
 from services.worker.model_executor import ModelExecutor
 from shared.errors import ConfigError
+from shared.models import locate
 from shared.sampling import SamplingParams
 from tests.services.worker import random_models
 from tests.services.worker.plans import GREEDY, Driver, new_row, plan
@@ -37,7 +38,8 @@ def test_memory_is_what_the_model_says(folder: Path, caplog: pytest.LogCaptureFi
     assert (memory.num_blocks, memory.host_blocks, memory.block_size) == (160, 0, 16)
     assert memory.bytes_per_block == 16 * 768
     assert (memory.max_model_len, memory.vocab_size, memory.eos_ids) == (256, 320, [5, 6])
-    assert memory.model_digest.endswith("-float32")
+    files = locate(str(folder))
+    assert (memory.model_digest, memory.model_name, memory.dtype) == (files.digest, str(folder), "float32")
     # 159 blocks beside the padding; 256 tokens take 16
     assert "KV: 768 bytes per token, 160 blocks of 16, 9.9 requests of 256 tokens fit" in caplog.text
 
@@ -95,7 +97,7 @@ def test_a_wrong_plan_leaves_the_executor_able_to_go_on(folder: Path, executor: 
     expected = Driver(random_models.executor(folder)).generate([[4, 5, 6]], 2)[0]
     assert [*output.ids.tolist(), *second.ids.tolist()] == expected
     assert (second.slots.tolist(), second.slots.dtype, second.ids.dtype) == ([2], "int32", "int32")
-    assert second.timings.keys() == {"forward", "sample", "total"}
+    assert second.timings.keys() >= {"forward", "sample", "total"}
 
 
 def test_a_plan_without_tokens_samples_nothing(executor: ModelExecutor) -> None:

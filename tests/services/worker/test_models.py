@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.ops import select
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
 from tests.services.worker import forward, random_models
 from tests.services.worker.plans import Driver
+
+CPU = torch.device("cpu")
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -92,7 +95,7 @@ def test_logits_and_greedy_tokens_equal_transformers(tmp_path: Path, named: tupl
     kind, changes = named
     model = random_models.save(tmp_path, kind, **changes)
     config = ModelConfig.load(tmp_path)
-    decoder = Decoder(config, config.max_model_len(None), torch.float32, torch.device("cpu"))
+    decoder = Decoder(config, config.max_model_len(None), torch.float32, CPU, select(CPU, "reference"))
     decoder.load(model.state_dict().items() if not config.tied else _without_head(model))
     ids = random_models.prompts(75)[0]
     with torch.inference_mode():
@@ -114,7 +117,7 @@ def test_longrope_beyond_the_original_context(tmp_path: Path) -> None:
     changes = MODELS["longrope"][1] | {"max_position_embeddings": 200}
     model = random_models.save(tmp_path, "llama", **changes)
     config = ModelConfig.load(tmp_path)
-    decoder = Decoder(config, config.max_model_len(None), torch.float32, torch.device("cpu"))
+    decoder = Decoder(config, config.max_model_len(None), torch.float32, CPU, select(CPU, "reference"))
     decoder.load(model.state_dict().items())
     ids = random_models.prompts(150)[0]
     with torch.inference_mode():

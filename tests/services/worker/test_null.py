@@ -15,6 +15,7 @@ from services.worker.config import WorkerConfig
 from services.worker.executor import PlanError
 from services.worker.null import NullExecutor
 from shared.codec import int32, no_ids
+from shared.models import builtin, locate
 from shared.wire import NewRow, Plan
 from tests.services.scheduler.simulation import EOS, VOCAB, toy_output
 
@@ -242,6 +243,7 @@ def test_a_slot_in_use_and_max_model_len_are_kept() -> None:
 def test_memory_without_a_model() -> None:
     memory = NullExecutor.from_config(WorkerConfig(worker="null")).memory
     assert (memory.vocab_size, memory.eos_ids, memory.num_blocks, memory.max_model_len) == (49_152, [2], 4096, 2048)
+    assert (memory.model_digest, memory.model_name) == (builtin.SHA256, builtin.NAME)
     memory = NullExecutor.from_config(WorkerConfig(worker="null", num_gpu_blocks_override=9, max_model_len=77)).memory
     assert (memory.num_blocks, memory.max_model_len, memory.host_blocks) == (9, 77, 0)
 
@@ -254,5 +256,6 @@ def test_a_model_folder_gives_vocabulary_and_eos(tmp_path: Path) -> None:
     null = WorkerConfig(model=str(tmp_path), worker="null")
     memory = NullExecutor.from_config(null).memory
     assert (memory.vocab_size, memory.eos_ids) == (99, [3])
+    assert (memory.model_digest, memory.model_name) == (locate(str(tmp_path)).digest, str(tmp_path))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     assert NullExecutor.from_config(null).memory.eos_ids == [3, 5]

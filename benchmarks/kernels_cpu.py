@@ -1,0 +1,331 @@
+"""CPU kernels against what torch offers and what the memory allows, as ratios measured in one run.
+
+    python benchmarks/kernels_cpu.py [--threads N] [--seconds S] [decode paging prefill linear blocks]
+
+Every figure is the least of many repeats of each call, rivals taken in turn, so that a busy machine disturbs both
+alike. Where there is a floor, the line says whether the ratio holds it; the exit status is 1 when one does not.
+Memory is cold: each call uses the next of several layers, together larger than any cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as workers have it: threads that spin ruin figures on busy cores
+
+import torch
+import torch.nn.functional as F
+
+from kernels import reference
+from kernels.cpu import CpuKernels, load
+
+Call = Callable[[], object]
+
+# SmolLM2-135M, the model whose shapes are measured.
+HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
+LINEARS = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536)}
+LAYERS = 8
+
+
+@dataclass
+class Report:
+    below: int = 0
+    seconds: float = 2.0
+
+    def race(self, rivals: dict[str, Sequence[Call]]) -> dict[str, float]:
+        """Microseconds of a call of each rival: per call its least time, then the median over the calls."""
+        best = {name: [float("inf")] * len(calls) for name, calls in rivals.items()}
+        end = time.monotonic() + self.seconds
+        rounds = 0
+        while rounds < 3 or time.monotonic() < end:
+            rounds += 1
+            for name, calls in rivals.items():
+                for i, call in enumerate(calls):
+                    begin = time.perf_counter()
+                    call()
+                    best[name][i] = min(best[name][i], time.perf_counter() - begin)
+        return {name: sorted(times)[len(times) // 2] * 1e6 for name, times in best.items()}
+
+    def ratio(self, what: str, value: float, floor: float | None = None, note: str = "") -> None:
+        mark = ""
+        if floor is not None:
+            mark = f"  floor {floor:.2f} {'held' if value >= floor else 'NOT HELD'}"
+            self.below += value < floor
+        print(f"{what:<74} {value:6.2f}{mark}{'  ' + note if note else ''}", flush=True)
+
+
+@dataclass
+class Decode:
+    """A batch of equal sequences, with keys and values of several layers."""
+
+    table: torch.Tensor
+    kvs: list[torch.Tensor]
+    q: torch.Tensor
+    lens: torch.Tensor
+
+    @classmethod
+    def build(
+        cls, sequences: int, length: int, block_size: int, order: str, allocate: Callable[..., torch.Tensor]
+    ) -> Decode:
+        per_sequence = -(-length // block_size)
+        blocks = sequences * per_sequence + 1
+        kvs = [allocate((blocks, 2, KV_HEADS, block_size, HEAD_DIM)) for _ in range(LAYERS)]
+        table = {"random": random_blocks, "consecutive": consecutive_blocks, "turned over": turned_over_blocks}[order](
+            sequences, per_sequence
+        )
+        q = torch.randn(sequences, HEADS, HEAD_DIM).bfloat16()
+        return cls(table, kvs, q, torch.full((sequences,), length, dtype=torch.int32))
+
+    @property
+    def bytes(self) -> int:
+        return 2 * int(self.lens.sum()) * KV_HEADS * HEAD_DIM * 2
+
+    def calls(self, decode: Callable[..., torch.Tensor]) -> list[Call]:
+        return [
+            lambda kv=kv: decode(self.q, kv, self.table, self.lens, HEAD_DIM**-0.5, 0, 0.0)  # type: ignore[misc]
+            for kv in self.kvs
+        ]
+
+    def torch_forms(self) -> dict[str, list[Call]]:
+        """Gathering by the block table, then attention in torch, two ways."""
+        sequences, flat = len(self.lens), self.table.flatten().long()
+        length = int(self.lens[0])
+
+        def gathered(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            picked = kv.index_select(0, flat).view(sequences, -1, 2, KV_HEADS, kv.shape[3], HEAD_DIM)
+            k, v = picked.unbind(2)
+            shape = (sequences, KV_HEADS, -1, HEAD_DIM)
+            return k.transpose(1, 2).reshape(shape)[:, :, :length], v.transpose(1, 2).reshape(shape)[:, :, :length]
+
+        def sdpa(kv: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(self.q.unsqueeze(2), *gathered(kv), enable_gqa=True)
+
+        def products(kv: torch.Tensor) -> torch.Tensor:
+            k, v = gathered(kv)
+            q = self.q.view(sequences, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+            weights = (q @ k.transpose(2, 3)).float().mul_(HEAD_DIM**-0.5).softmax(-1)
+            return weights.to(v.dtype) @ v
+
+        return {
+            "gather + SDPA": [lambda kv=kv: sdpa(kv) for kv in self.kvs],  # type: ignore[misc]
+            "gather + two products": [lambda kv=kv: products(kv) for kv in self.kvs],  # type: ignore[misc]
+            "the reference": self.calls(reference.paged_decode),
+        }
+
+
+def random_blocks(sequences: int, per_sequence: int) -> torch.Tensor:
+    return (torch.randperm(sequences * per_sequence) + 1).int().view(sequences, -1)
+
+
+def consecutive_blocks(sequences: int, per_sequence: int) -> torch.Tensor:
+    return torch.arange(1, sequences * per_sequence + 1).int().view(sequences, -1)
+
+
+def turned_over_blocks(sequences: int, per_sequence: int) -> torch.Tensor:
+    """As an allocator that takes last + 1 where it is free, else the longest free run, leaves them after ten turnovers
+    of the pool by sequences of random lengths that come and go in random order."""
+    generator = torch.Generator().manual_seed(0)
+    total = sequences * per_sequence
+    free = [True] * total
+
+    def longest_run() -> int:
+        best, begin, size, start = 0, 0, 0, 0
+        for i, is_free in enumerate([*free, False]):
+            if is_free:
+                start, size = (start, size + 1) if size else (i, 1)
+            else:
+                best, begin = max((best, begin), (size, start), key=lambda run: run[0])
+                size = 0
+        return begin
+
+    def grow(blocks: list[int]) -> None:
+        follows = blocks[-1] + 1 if blocks else total
+        block = follows if follows < total and free[follows] else longest_run()
+        free[block] = False
+        blocks.append(block)
+
+    live: list[list[int]] = []
+    taken = 0
+    while taken < 10 * total:
+        length = int(torch.randint(per_sequence // 4, per_sequence + 1, (1,), generator=generator))
+        while sum(free) < length:
+            for block in live.pop(int(torch.randint(len(live), (1,), generator=generator))):
+                free[block] = True
+        blocks: list[int] = []
+        for _ in range(length):
+            grow(blocks)
+        live.append(blocks)
+        taken += length
+    while len(live) > sequences or sum(free) < sum(per_sequence - len(blocks) for blocks in live):
+        for block in live.pop():
+            free[block] = True
+    while len(live) < sequences:
+        live.append([])
+    for blocks in live:
+        while len(blocks) < per_sequence:
+            grow(blocks)
+    return torch.tensor(live).int() + 1
+
+
+def plain_memory(shape: Sequence[int]) -> torch.Tensor:
+    return torch.randn(tuple(shape)).bfloat16()
+
+
+def mapped_memory(shape: Sequence[int]) -> torch.Tensor:
+    """Reserved address space that gets its pages when they are written, as vAttention keeps contiguous KV."""
+    elements = 1
+    for extent in shape:
+        elements *= extent
+    memory = mmap.mmap(-1, 2 * elements * 4)  # twice what is used: the reserve
+    tensor = torch.frombuffer(memory, dtype=torch.bfloat16, count=elements).view(tuple(shape))
+    return tensor.copy_(torch.randn(tuple(shape)))
+
+
+def decode(kernels: CpuKernels, report: Report) -> None:
+    for order in ("random", "consecutive"):
+        batch = Decode.build(32, 512, 16, order, plain_memory)
+        words = [kv.view(torch.int32).flatten() for kv in batch.kvs]
+        rivals = {"ours": batch.calls(kernels.paged_decode), **batch.torch_forms()}
+        rivals["read"] = [lambda x=x: x.view(torch.float32).sum() for x in words]  # type: ignore[misc]
+        us = report.race(rivals)
+        bandwidth = batch.bytes / us["ours"] / 1e3
+        read = words[0].numel() * 4 / us["read"] / 1e3
+        name = f"decode, 32 x 512 tokens, bf16, cold, {order} blocks"
+        torch_best = min((us[form], form) for form in batch.torch_forms())
+        report.ratio(f"{name}: {torch_best[1]} / ours", torch_best[0] / us["ours"], 3.5, f"{us['ours']:.0f} us")
+        floor = 0.6 if order == "consecutive" else None
+        report.ratio(f"{name}: share of read bandwidth", bandwidth / read, floor, f"{bandwidth:.1f} of {read:.1f} GB/s")
+
+
+def paging(kernels: CpuKernels, report: Report) -> None:
+    """The price of paging. PagedAttention's paper gives 20 to 26 % for its own kernel against a contiguous one."""
+    length = 512
+    batches = {
+        order: Decode.build(32, length, 16, order, plain_memory) for order in ("random", "turned over", "consecutive")
+    }
+    # A block as long as the sequence is contiguous KV, walked by the same kernel.
+    batches["contiguous"] = Decode.build(32, length, length, "consecutive", plain_memory)
+    batches["contiguous, mapped on demand"] = Decode.build(32, length, length, "consecutive", mapped_memory)
+    us = report.race({name: batch.calls(kernels.paged_decode) for name, batch in batches.items()})
+    for name in batches:
+        report.ratio(
+            f"price of paging, decode: {name} / contiguous", us[name] / us["contiguous"], None, f"{us[name]:.0f} us"
+        )
+    prompts = {
+        name: Prefill.build(1024, 16, order) for name, order in (("random", "random"), ("consecutive", "consecutive"))
+    }
+    prompts["contiguous"] = Prefill.build(1024, 1024, "consecutive")
+    us = report.race({name: [lambda p=p: p.run(kernels)] for name, p in prompts.items()})  # type: ignore[misc]
+    for name in prompts:
+        report.ratio(
+            f"price of paging, prefill of 1024: {name} / contiguous",
+            us[name] / us["contiguous"],
+            None,
+            f"{us[name]:.0f} us",
+        )
+
+
+@dataclass
+class Prefill:
+    kv: torch.Tensor
+    table: torch.Tensor
+    q: torch.Tensor
+    bounds: torch.Tensor
+    lens: torch.Tensor
+
+    @classmethod
+    def build(cls, tokens: int, block_size: int, order: str) -> Prefill:
+        blocks = -(-tokens // block_size)
+        table = random_blocks(1, blocks) if order == "random" else consecutive_blocks(1, blocks)
+        kv = plain_memory((blocks + 1, 2, KV_HEADS, block_size, HEAD_DIM))
+        q = torch.randn(tokens, HEADS, HEAD_DIM).bfloat16()
+        return cls(
+            kv, table, q, torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+        )
+
+    def run(self, kernels: CpuKernels) -> torch.Tensor:
+        return kernels.paged_prefill(self.q, self.kv, self.table, self.bounds, self.lens, HEAD_DIM**-0.5, 0, 0.0)
+
+
+def prefill(kernels: CpuKernels, report: Report) -> None:
+    for tokens in (1024, 2048):
+        prompt = Prefill.build(tokens, 16, "random")
+        k, v = torch.randn(2, 1, KV_HEADS, tokens, HEAD_DIM).bfloat16()
+        q = prompt.q.transpose(0, 1).unsqueeze(0)
+        us = report.race(
+            {
+                "ours": [lambda prompt=prompt: prompt.run(kernels)],  # type: ignore[misc]
+                "sdpa": [
+                    lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                ],  # type: ignore[misc]
+            }
+        )
+        rate = 2 * tokens * tokens * HEAD_DIM * HEADS / us["ours"] / 1e3
+        name = f"prefill, {tokens} tokens, bf16: SDPA on gathered KV / ours"
+        report.ratio(name, us["sdpa"] / us["ours"], 1.8, f"{us['ours']:.0f} us, {rate:.0f} GFLOP/s")
+
+
+def linear(kernels: CpuKernels, report: Report) -> None:
+    for name, (outputs, inputs) in LINEARS.items():
+        for rows in (1, 8, 32, 128, 512):
+            # Enough layers that weights are cold where that matters; long calls need repeats more.
+            layers = 24 if rows <= 32 else 3
+            weights = [(torch.randn(outputs, inputs) * 0.02).bfloat16() for _ in range(layers)]
+            ours = [kernels.linear(weight) for weight in weights]
+            x = torch.randn(rows, inputs).bfloat16()
+            packed = [torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in weights]
+            us = report.race(
+                {
+                    "ours": [lambda f=f, x=x: f(x) for f in ours],  # type: ignore[misc]
+                    "mkldnn": [
+                        lambda w=w, x=x: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")  # type: ignore[misc]
+                        for w in packed
+                    ],
+                }
+            )
+            what = f"linear {name} {outputs} x {inputs}, {rows} rows, bf16: oneDNN prepacked / ours"
+            rate = 2 * rows * outputs * inputs / us["ours"] / 1e3
+            report.ratio(what, us["mkldnn"] / us["ours"], 0.9, f"{us['ours']:.0f} us, {rate:.0f} GFLOP/s")
+
+
+def blocks(kernels: CpuKernels, report: Report) -> None:
+    """The paper's trade-off: small blocks cost look-ups and short reads, large ones the memory they leave unused."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    batches = {size: Decode.build(32, 500, size, "random", plain_memory) for size in sizes}
+    us = report.race({str(size): batch.calls(kernels.paged_decode) for size, batch in batches.items()})
+    best = min(us.values())
+    for size, batch in batches.items():
+        unused = 1 - 500 / (batch.table.shape[1] * size)
+        note = f"{us[str(size)]:.0f} us, {unused:.1%} of slots unused"
+        report.ratio(f"decode, 32 x 500 tokens, random blocks of {size}: time / best", us[str(size)] / best, None, note)
+
+
+def main() -> int:
+    parts = {"decode": decode, "paging": paging, "prefill": prefill, "linear": linear, "blocks": blocks}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"which of {', '.join(parts)} (default: all)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each comparison")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(parts):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    report = Report(seconds=args.seconds)
+    kernels = load()
+    print(f"{args.threads} threads, {args.seconds:g} s a comparison")
+    for name in args.parts or parts:
+        parts[name](kernels, report)
+    return 1 if report.below else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

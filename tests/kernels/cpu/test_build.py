@@ -1,0 +1,144 @@
+"""Which library is chosen, and how it is compiled: once, whole, and never for a processor that cannot run it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu import build
+from kernels.cpu.__main__ import main
+from kernels.errors import UnavailableError
+from kernels.ops import select
+
+ROOT = Path(__file__).parents[3]
+AVX2 = "fpu sse4_2 abm avx avx2 bmi1 bmi2 f16c fma movbe"
+AVX512 = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
+CPU = torch.device("cpu")
+
+
+def cpuinfo(folder: Path, flags: str) -> Path:
+    path = folder / "cpuinfo"
+    path.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu sse4_2 avx", []),
+        (AVX2.replace(" fma", ""), []),
+        (AVX2, ["avx2"]),
+        (AVX512.replace(" avx512vl", ""), ["avx2"]),
+        (f"{AVX2} avx512f avx512_bf16", ["avx2"]),
+        (AVX512, ["avx512", "avx2"]),
+        (f"{AVX512} avx512_bf16 amx_bf16", ["avx512bf16", "avx512", "avx2"]),
+    ],
+)
+def test_only_what_the_processor_has(tmp_path: Path, flags: str, expected: list[str]) -> None:
+    assert [isa.name for isa in build.supported(cpuinfo(tmp_path, flags))] == expected
+
+
+def test_a_machine_without_cpuinfo_has_nothing(tmp_path: Path) -> None:
+    assert build.supported(tmp_path / "missing") == []
+
+
+def test_the_best_is_chosen_and_another_can_be_asked_for(tmp_path: Path) -> None:
+    info = cpuinfo(tmp_path, AVX512)
+    assert build.choose({}, info).name == "avx512"
+    assert build.choose({"KERNELS_CPU_ISA": "avx2"}, info).name == "avx2"
+    with pytest.raises(
+        UnavailableError, match="KERNELS_CPU_ISA is avx512bf16; this processor can do avx512, avx2, none"
+    ):
+        build.choose({"KERNELS_CPU_ISA": "avx512bf16"}, info)
+    with pytest.raises(UnavailableError, match="KERNELS_CPU_ISA is none"):
+        build.choose({"KERNELS_CPU_ISA": "none"}, info)
+
+
+def small(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> build.Isa:
+    """Sources of one small file, and a cache of their own."""
+    sources = folder / "src"
+    sources.mkdir(exist_ok=True)
+    (sources / "one.cpp").write_text(source)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setattr(build, "PACKAGED", folder / "packaged")
+    monkeypatch.setenv("QUIRE_CACHE", str(folder / "cache"))
+    return build.ISAS[-1]
+
+
+def test_compiled_once_and_again_when_a_source_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    isa = small(monkeypatch, tmp_path, "int one() { return 1; }")
+    first = build.library(isa)
+    made = first.stat().st_mtime_ns
+    assert build.library(isa) == first and first.stat().st_mtime_ns == made
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "compiling CPU kernels for avx2 (once, about a minute)"
+    ]
+    small(monkeypatch, tmp_path, "int one() { return 2; }")
+    assert build.library(isa) != first
+    leftovers = {p.suffix for p in first.parent.iterdir()}
+    assert leftovers == {".so", ".lock"}
+
+
+def test_packaged_libraries_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = small(monkeypatch, tmp_path, "int one() { return 1; }")
+    assert main([isa.name]) == 0
+    monkeypatch.setenv("PATH", "")
+    assert build.library(isa).parent == build.PACKAGED
+    assert not (tmp_path / "cache").exists()
+    small(monkeypatch, tmp_path, "int one() { return 2; }")  # a library of other sources is not taken
+    with pytest.raises(UnavailableError, match=r"there is no g\+\+ on the PATH"):
+        build.library(isa)
+
+
+def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = small(monkeypatch, tmp_path, "int one() { return 1; }")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UnavailableError, match="cannot keep compiled kernels: cannot make"):
+        build.library(isa)
+
+
+def test_an_error_of_the_compiler_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = small(monkeypatch, tmp_path, "int one() { return nothing; }")
+    with pytest.raises(UnavailableError, match=r"nothing.* was not declared"):
+        build.library(isa)
+    assert not list((tmp_path / "cache" / "kernels").glob("*.so"))
+    assert main([isa.name]) == 1
+
+
+def test_without_kernels_the_reference_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KERNELS_CPU_ISA", "none")
+    assert select(CPU).name == "reference"
+    assert [r.getMessage() for r in caplog.records] == [
+        "no native CPU kernels, the slower torch ones run instead: KERNELS_CPU_ISA is none"
+    ]
+    with pytest.raises(UnavailableError, match="KERNELS_CPU_ISA is none"):
+        select(CPU, "cpu")
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="backend 'xpu' is none of auto, reference, cpu, triton"):
+        select(CPU, "xpu")
+
+
+def test_the_library_shares_torchs_openmp() -> None:
+    """One OpenMP runtime in the process, or torch and the kernels would fight for the cores."""
+    try:
+        build.library(build.choose())
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    script = (
+        "from kernels.cpu import load; load()\n"
+        "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "1", done.stderr
