@@ -77,7 +77,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"-1": 1}}, "logit_bias", "key '-1' should be a token id"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "token 5 should have a number from -100 to 100, got 101"),
     ({"logit_bias": [5]}, "logit_bias", "should be an object"),
-    ({"allowed_token_ids": [3, VOCAB_SIZE]}, "allowed_token_ids", f"[1] is token id {VOCAB_SIZE}, outside the vocabulary"),
+    (
+        {"allowed_token_ids": [3, VOCAB_SIZE]},
+        "allowed_token_ids",
+        f"[1] is token id {VOCAB_SIZE}, outside the vocabulary",
+    ),
     ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
     ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2, got 2.5"),
     ({"frequency_penalty": -3}, "frequency_penalty", "greater than or equal to -2"),
