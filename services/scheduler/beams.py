@@ -7,17 +7,17 @@ table and the others fork it, taking the place of beams that died.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from services.scheduler.beam_search import BeamSearch
+from services.scheduler.flight import Flight
 from services.scheduler.request import Request, Sequence, State
 from services.scheduler.tables import Tables
 
 
 class Beams:
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, flight: Flight) -> None:
         self.requests: dict[Request, None] = {}  # from their first admission to their end
         self._tables = tables
+        self._flight = flight
 
     def between(self) -> list[Sequence]:
         """Beams without a slot that hold blocks."""
@@ -28,9 +28,9 @@ class Beams:
         places = (one for request in self.requests for one in request.sequences)
         return sum(one.state is State.BEAM and one.slot < 0 for one in places)
 
-    def ready(self, in_flight: Callable[[int], bool]) -> list[Sequence]:
+    def ready(self) -> list[Sequence]:
         """Beams whose next step can be planned."""
-        return [one for one in self.between() if one.offer is None and not in_flight(one.fence)]
+        return [one for one in self.between() if one.offer is None and not self._flight.has(one.fence)]
 
     def written_next(self, beam: Sequence) -> tuple[Sequence, int]:
         """A beam, and where in its table the block is that its last token is stored in."""
@@ -41,9 +41,9 @@ class Beams:
         growing = sum(index == len(beam.blocks) for beam, index in writes)
         return growing + self._tables.copies_needed(one for one in writes if one[1] < len(one[0].blocks))
 
-    def stored(self, beam: Sequence, in_flight: Callable[[int], bool]) -> int:
+    def stored(self, beam: Sequence) -> int:
         """Tokens whose KV it has once the steps in flight are retired: all, or all but the last."""
-        is_computed = beam.offer is not None or in_flight(beam.fence)
+        is_computed = beam.offer is not None or self._flight.has(beam.fence)
         return beam.num_tokens if is_computed else beam.num_tokens - 1
 
     def advance(self, request: Request, search: BeamSearch) -> bool:

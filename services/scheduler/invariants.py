@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from services.scheduler.flight import MAX_STEPS_IN_FLIGHT
 from services.scheduler.request import Sequence, State
-from services.scheduler.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
+from services.scheduler.scheduler import Scheduler
 
 
 class Audit:
@@ -14,7 +15,7 @@ class Audit:
 
     def __call__(self, scheduler: Scheduler) -> str:
         """What is wrong, empty when all is right or when it is not the time to look."""
-        busy = scheduler.steps or scheduler.rows.num_used or scheduler.num_waiting
+        busy = scheduler.steps or scheduler.rows.num_used or scheduler.queues.num_waiting
         if busy or scheduler.last_step == self._checked:
             return ""
         self._checked = scheduler.last_step
@@ -28,6 +29,7 @@ class Audit:
 def check(scheduler: Scheduler) -> None:
     """Raises AssertionError when blocks, tables, slots, queues and steps contradict one another."""
     requests, rows, steps, limits = scheduler.streams.requests, scheduler.rows, scheduler.steps, scheduler.limits
+    queues = scheduler.queues
     sequences = [sequence for request in requests.values() for sequence in request.sequences]
     leaving = {sequence for step in steps for sequence in step.vacated} | set(scheduler.swaps.leaving)
     scheduler.swaps.host.check_invariants([*(one.host for one in sequences), *(step.host for step in steps)])
@@ -41,12 +43,12 @@ def check(scheduler: Scheduler) -> None:
     for sequence in sequences:
         by_state[sequence.state].add(sequence)
     assert by_state[State.PREFILL] | by_state[State.DECODE] == set(occupants)
-    assert by_state[State.PREFILL] == set(scheduler.prefilling)
-    assert by_state[State.PREEMPTED] == set(scheduler.preempted)
-    assert by_state[State.WAITING] == set(scheduler.waiting)
-    places = [sequence for leader in scheduler.waiting for sequence in (leader, *leader.forks)]
-    assert len(scheduler.waiting) == len(places)
-    assert scheduler.waiting.tokens == sum(len(sequence.request.prompt) for sequence in places)
+    assert by_state[State.PREFILL] == set(queues.prefilling)
+    assert by_state[State.PREEMPTED] == set(queues.preempted)
+    assert by_state[State.WAITING] == set(queues.waiting)
+    places = [sequence for leader in queues.waiting for sequence in (leader, *leader.forks)]
+    assert len(queues.waiting) == len(places)
+    assert queues.waiting.tokens == sum(len(sequence.request.prompt) for sequence in places)
     assert by_state[State.FORK] == {fork for sequence in sequences for fork in sequence.forks}
     in_flight = {sequence for step in steps for sequence in step.sequences}
     assert by_state[State.DRAIN] <= in_flight, "a draining sequence waits for no step"

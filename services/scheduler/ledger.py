@@ -34,14 +34,18 @@ def page(scheduler: Scheduler, cursor: int, now: float, wall: float) -> tuple[di
     if cursor < first_waiting:
         end = min(cursor + PAGE, first_waiting)
         body["blocks"] = [_block(scheduler, block, wall - now) for block in range(cursor, end)]
-        return body, end if end < first_waiting or scheduler.num_waiting else 0
+        return body, end if end < first_waiting or scheduler.queues.num_waiting else 0
     start = cursor - first_waiting
     body["waiting"] = [
-        {**_name(sequence), "waits_for": scheduler.waits_for(sequence), "since": sequence.request.arrived + wall - now}
-        for sequence in islice(scheduler.all_waiting(), start, start + PAGE)
+        {
+            **_name(sequence),
+            "waits_for": scheduler.admission.waits_for(sequence),
+            "since": sequence.request.arrived + wall - now,
+        }
+        for sequence in islice(scheduler.queues.all_waiting(), start, start + PAGE)
     ]
     following = cursor + PAGE
-    return body, following if following - first_waiting < scheduler.num_waiting else 0
+    return body, following if following - first_waiting < scheduler.queues.num_waiting else 0
 
 
 def filled_slots(scheduler: Scheduler) -> int:

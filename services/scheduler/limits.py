@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.prefix_cache import encode_salt
 from shared.errors import ConfigError, RequestError
 from shared.sampling import SamplingParams
 from shared.wire import Memory, SubmitTokens
@@ -58,6 +59,11 @@ class Limits:
             enable_prefix_caching=config.enable_prefix_caching,
             prefix_isolation=config.prefix_isolation,
         )
+
+    def salt(self, cache_salt: str, tenant: str) -> bytes:
+        """What has to be equal, beside the tokens, for two requests to share blocks."""
+        isolated = self.prefix_isolation == "tenant"
+        return encode_salt(cache_salt=cache_salt, tenant=tenant if isolated else "")
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -49,7 +49,7 @@ def status(
         ],
     }
     if core is not None:
-        load = core.load
+        load, shares = core.load, core.queues.waiting.shares
         body |= {
             "worker_epoch": core.worker_epoch,
             "running": load.running,
@@ -62,12 +62,12 @@ def status(
             "steps_in_flight": [step.step_id for step in core.steps],
             "last_step": core.last_step,
             "max_model_len": core.limits.max_model_len,
-            "blocks_logical": core.logical_blocks,
-            "host_blocks_used": core.swaps.host.num_used,
+            "blocks_logical": load.blocks_logical,
+            "host_blocks_used": load.host_blocks_used,
             "host_blocks_total": core.swaps.host.num_blocks,
             "scheduling_policy": core.limits.scheduling_policy,
-            "waiting_by_reason": core.waiting_by_reason(),
-            "tenants": core.waiting.shares.counters() if core.waiting.shares is not None else {},
+            "waiting_by_reason": core.admission.waiting_by_reason(),
+            "tenants": shares.counters() if shares is not None else {},
             "preemption": core.preemption.status(),
         }
     return Reply(query.number, 200, body, following)
@@ -94,7 +94,7 @@ def explain(query: Query, core: Scheduler | None) -> Reply:
         return _refusal(query, 400, message, "invalid_value", "tokens")
     if not core.limits.enable_prefix_caching:
         return _refusal(query, 400, "prefix caching is off (--no-enable-prefix-caching)", "unsupported_value", None)
-    return Reply(query.number, 200, core.tables.cache.explain(core.salt(salt, tenant), pack(tokens)))
+    return Reply(query.number, 200, core.tables.cache.explain(core.limits.salt(salt, tenant), pack(tokens)))
 
 
 def _refusal(query: Query, status: int, message: str, code: str, param: str | None) -> Reply:

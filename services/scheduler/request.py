@@ -39,11 +39,12 @@ class Sequence:
     these had their KV at admission. computed: how many are planned. fence: the last step that names its blocks; until
     that one is retired they are not given back, slot or no slot. forks: siblings that wait for it to compute the
     prompt, all of whom sample from its last position. awaits: the step from which on it waits for others to compute
-    what it shares with them, 0 when it does not wait; awaited: the key of that block. missing: how many blocks it
-    lacked when it was looked up last and did not fit. passes: how often smaller ones were admitted before it because it
-    did not fit. host: its table on the host, while it is swapped. preempted_by: the decision that took its memory,
-    until it decodes again. cumulative: logprob of the output, where it is needed. logprobs: of each token of the
-    output, where the request asked for them. offer: of a beam whose step is done, what it may go on with.
+    what it shares with them, 0 when it does not wait; awaited: the key of that block. missing: how many blocks it (of a
+    swapped group, the first for all) lacked when it was looked up last and did not fit. passes: how often smaller ones
+    were admitted before it because it did not fit. host: its table on the host, while it is swapped. preempted_by: the
+    decision that took its memory, until it decodes again. cumulative: logprob of the output, where it is needed.
+    logprobs: of each token of the output, where the request asked for them. offer: of a beam whose step is done, what
+    it may go on with.
     """
 
     request: Request
@@ -73,6 +74,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.request.prompt) + len(self.output)
+
+    @property
+    def leader(self) -> Sequence:
+        """Of one that waits as a fork: the sibling that computes the prompt of both."""
+        return next(one for one in self.request.sequences if self in one.forks)
 
     @property
     def victim_key(self) -> tuple[int, int, int, int]:

@@ -43,6 +43,11 @@ class Rows:
     def occupants(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence is not None]
 
+    def occupant(self, slot: int) -> Sequence:
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        return sequence
+
     def decode_slots(self) -> Slots:
         return np.flatnonzero(self.decoding & ~self.paused)
 

@@ -287,7 +287,7 @@ class SchedulerService:
         if query.what == "metrics":
             snapshots = [self._traffic.registry.snapshot()]
             if self._core is not None:
-                self._core.stats.refresh(self._core.load, self._core.waiting_by_reason())
+                self._core.stats.refresh(self._core.load, self._core.admission.waiting_by_reason())
                 self._core.stats.refresh_slots(self._core.pool.num_used, filled_slots(self._core))
                 snapshots.append(self._core.stats.registry.snapshot())
             others = [*self._clients.peers, *self._workers.peers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from services.scheduler.flight import Flight
 from services.scheduler.host_pool import HostPool
 from services.scheduler.request import Sequence
 from services.scheduler.tables import Tables
@@ -16,13 +17,14 @@ class Swaps:
     whose blocks no plan has copied yet.
     """
 
-    def __init__(self, tables: Tables, num_blocks: int) -> None:
-        self.host = HostPool(num_blocks)
+    def __init__(self, tables: Tables, host: HostPool, flight: Flight) -> None:
+        self.host = host
         self.leaving: list[Sequence] = []
         self._tables = tables
+        self._flight = flight
 
     def start(self, group: Iterable[Sequence]) -> None:
-        """Gives the sequences, which hold their blocks on, room on the host. Look at ``blocks_of`` first."""
+        """Gives the sequences, which hold their blocks on, places on the host, of which there must be enough."""
         places: dict[int, int] = {}
         for sequence in group:
             shared = [places[block] for block in sequence.blocks if block in places]
@@ -31,6 +33,10 @@ class Swaps:
             places.update(zip(new, self.host.allocate(len(new)), strict=True))
             sequence.host = [places[block] for block in sequence.blocks]
             self.leaving.append(sequence)
+
+    def ready(self) -> list[Sequence]:
+        """Those of the ``leaving`` that no step in flight writes to any more: the next plan can copy their blocks."""
+        return [sequence for sequence in self.leaving if not self._flight.has(sequence.fence)]
 
     def take_out(self, sequences: Iterable[Sequence]) -> list[tuple[int, int]]:
         """The copies (block, host block) that the next plan makes for these of the ``leaving``."""
@@ -58,10 +64,13 @@ class Swaps:
             rest = enumerate(sequence.host[len(entries) :], len(entries))
             missing[sequence] = [(host, 0 if index < full else number) for index, host in rest]
             extra += sequence.cached % size == 0
-        if len({one for wanted in missing.values() for one in wanted}) + extra > pool.num_available - slack:
+        needed = len({one for wanted in missing.values() for one in wanted}) + extra
+        if needed > pool.num_available - slack:
             for sequence in group:
                 self._tables.release(sequence)
+            group[0].missing = needed
             return None
+        group[0].missing = 0
         placed: dict[tuple[int, int], int] = {}
         for sequence in group:
             for one in missing[sequence]:
@@ -72,9 +81,12 @@ class Swaps:
                     (placed[one],) = self._tables.grow(sequence, 1, "swapped in")
         return [(host, block) for (host, _), block in placed.items()]
 
-    def forget(self, sequence: Sequence) -> list[int]:
-        """The sequence needs its place on the host no more: what its caller has to release there."""
+    def forget(self, sequence: Sequence) -> None:
+        """Whatever a sequence has on the host, or on the way there, is of no use any more."""
+        places, sequence.host = sequence.host, []
         if sequence in self.leaving:
             self.leaving.remove(sequence)
-        places, sequence.host = sequence.host, []
-        return places
+            self._flight.release(sequence)
+            self.host.release(places)
+        else:
+            self._flight.release_host(places, sequence.fence)

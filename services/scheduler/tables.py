@@ -85,9 +85,16 @@ class Tables:
             self._writers.setdefault(key, sequence)
         return cached, source
 
+    @property
+    def is_being_computed(self) -> bool:
+        """Whether somebody computes blocks that others may wait for."""
+        return bool(self._writers)
+
     def publish(self, sequence: Sequence, length: int) -> None:
         """The KV of the sequence's first ``length`` tokens is written: others may find its full blocks now."""
         chain, size, blocks = sequence.chain, self.block_size, sequence.blocks
+        if chain.ended:
+            return
         full = min(length, sequence.num_tokens) // size
         while len(chain.entries) < full and not chain.ended:
             index = len(chain.entries)

@@ -259,6 +259,7 @@ class Simulation:
         assert scheduler.rows.num_used == 0
         assert scheduler.swaps.host.num_used == 0
         assert not self._named
+        assert not (scheduler.swaps.leaving or scheduler.beams.requests or scheduler.tables.is_being_computed)
 
     def _note_named(self, plan: Plan) -> None:
         """The blocks a plan names, from the plans alone."""
@@ -273,10 +274,10 @@ class Simulation:
             self._paused.discard(slot)
         self._paused = (self._paused | set(plan.pause)) - set(plan.resume)
         decoding = self._decoding - self._paused
-        moved = set(plan.swap_out[::2].tolist())
+        swapped = set(plan.swap_out[::2].tolist())
         written = set().union(*self._stores.values())  # others may well read what they share with it
-        assert not moved & written, "swapped out while a step in flight writes it"
-        moved.update(plan.swap_in[1::2].tolist())
+        assert not swapped & written, "swapped out while a step in flight writes it"
+        moved = swapped | set(plan.swap_in[1::2].tolist())
         start = 0
         for slot, count in zip(plan.table_slots, plan.table_lens, strict=True):
             self._tables[slot] = plan.table_blocks[start : start + count].tolist()
@@ -304,6 +305,7 @@ class Simulation:
                 stores.update(self._tables[slot][first // size : -(-(start + count) // size)])
             for one in {slot, *samples}:
                 self._lengths[one] = start + count
+        assert not swapped & stores, "swapped out and written by one plan"
         self._stores[plan.step_id] = stores
         self._decoding.update(slot for samples in plan.chunk_samples for slot in samples)
         active = decoding | set(plan.chunk_slots)

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.decodes import Decodes
+from services.scheduler.flight import Flight
+from services.scheduler.limits import Limits
 from services.scheduler.prefix_cache import Entry, PrefixCache
 from services.scheduler.request import Sequence
 from services.scheduler.rows import Rows
@@ -28,16 +31,11 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def free_before_retire(patch: pytest.MonkeyPatch) -> None:
     """Who leaves gives its blocks back at once, although a step in flight names them."""
-    vacate = Scheduler._vacate
 
-    def planted(self: Scheduler, sequence: Sequence) -> None:
-        vacate(self, sequence)
-        for step in self.steps:
-            if sequence in step.vacated:
-                step.vacated.remove(sequence)
-                self.tables.release(sequence)
+    def planted(self: Flight, sequence: Sequence) -> None:
+        self._tables.release(sequence)
 
-    patch.setattr(Scheduler, "_vacate", planted)
+    patch.setattr(Flight, "release", planted)
 
 
 def publish_early(patch: pytest.MonkeyPatch) -> None:
@@ -73,8 +71,8 @@ def hash_kept_on_evict(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_salt(patch: pytest.MonkeyPatch) -> None:
     """The tenant is left out of the key."""
-    salt = Scheduler.salt
-    patch.setattr(Scheduler, "salt", lambda self, cache_salt, tenant: salt(self, cache_salt, ""))
+    salt = Limits.salt
+    patch.setattr(Limits, "salt", lambda self, cache_salt, tenant: salt(self, cache_salt, ""))
 
 
 def double_free_on_abort(patch: pytest.MonkeyPatch) -> None:
@@ -92,14 +90,14 @@ def double_free_on_abort(patch: pytest.MonkeyPatch) -> None:
 
 def table_not_replaced(patch: pytest.MonkeyPatch) -> None:
     """A copy on write changes the scheduler's table, and the worker's stays as it was."""
-    copy_forked_blocks = Scheduler._copy_forked_blocks
+    copy_forked_blocks = Decodes.copy_forked_blocks
 
-    def planted(self: Scheduler, draft: Draft) -> None:
+    def planted(self: Decodes, draft: Draft) -> None:
         with pytest.MonkeyPatch.context() as within:
             within.setattr(draft, "table", lambda slot, blocks: None)
             copy_forked_blocks(self, draft)
 
-    patch.setattr(Scheduler, "_copy_forked_blocks", planted)
+    patch.setattr(Decodes, "copy_forked_blocks", planted)
 
 
 def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:

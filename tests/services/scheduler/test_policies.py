@@ -40,7 +40,7 @@ def test_two_tenants_one_with_ten_times_the_load_stay_within_the_bound(weight: f
     worst = 0.0
     for step in range(1200):
         for tenant, load in (("light", 8), ("heavy", 80)):
-            waiting = [s for s in simulation.scheduler.waiting if s.request.tenant == tenant]
+            waiting = [s for s in simulation.scheduler.queues.waiting if s.request.tenant == tenant]
             if len(waiting) < load:  # both always wait, as the bound demands
                 for _ in range(load):
                     rid += 1
@@ -137,7 +137,9 @@ def test_n_counts_n_in_the_queue() -> None:
     simulation.submit(1, [5] * 10, 3, n=4)
     with pytest.raises(RequestError, match="max_num_queued_reqs is 3"):
         simulation.submit(2, [5] * 10, 3, n=4)
-    simulation.submit(3, [5] * 10, 3, n=3)
+    with pytest.raises(RequestError, match="max_num_queued_reqs is 3"):
+        simulation.submit(3, [5] * 10, 3, n=1, best_of=4)
+    simulation.submit(4, [5] * 10, 3, n=1, best_of=3)
 
 
 def test_a_request_that_waits_longer_than_max_queue_time_is_dropped_rather_than_run() -> None:
@@ -186,22 +188,22 @@ def test_every_waiting_sequence_has_its_reason() -> None:
     scheduler = simulation.scheduler
     simulation.submit(1, [1] * 60, 20)
     simulation.submit(2, [2] * 60, 20)
-    assert scheduler.waiting_by_reason() == {"turn": 2}  # no plan yet
+    assert scheduler.admission.waiting_by_reason() == {"turn": 2}  # no plan yet
     simulation.plan()
-    assert scheduler.waiting_by_reason() == {}
+    assert scheduler.admission.waiting_by_reason() == {}
     simulation.execute()
     simulation.retire()
     simulation.submit(3, [3] * 150, 3)
     simulation.submit(4, [4] * 5, 3)
     simulation.round()
     simulation.round()
-    assert scheduler.waiting_by_reason() == {"slots": 2}
+    assert scheduler.admission.waiting_by_reason() == {"slots": 2}
     scheduler.cancel(2)
     simulation.submit(5, [5] * 5, 3)
     scheduler.cancel(4)
     scheduler.cancel(5)
     for _ in range(3):
         simulation.round()
-    assert scheduler.waiting_by_reason() == {"memory": 1}
+    assert scheduler.admission.waiting_by_reason() == {"memory": 1}
     simulation.drain()
-    assert scheduler.waiting_by_reason() == {}
+    assert scheduler.admission.waiting_by_reason() == {}

@@ -122,7 +122,7 @@ def test_a_cancelled_swapped_request_leaves_nothing_on_the_host() -> None:
         )
         simulation.submit(1, [1] * 10, 18)
         simulation.submit(2, [2] * 10, 18)
-        while not simulation.scheduler.preempted:
+        while not simulation.scheduler.queues.preempted:
             simulation.round()
         for _ in range(rounds_after):
             simulation.plan()

@@ -219,7 +219,7 @@ def test_a_token_in_flight_at_preemption_is_kept() -> None:
     simulation = Simulation(num_blocks=4, block_size=4, max_num_seqs=2)
     simulation.submit(1, [1] * 3, 9)
     simulation.submit(2, [2] * 3, 9)
-    while not simulation.scheduler.preempted:
+    while not simulation.scheduler.queues.preempted:
         simulation.round()
     known = len(simulation.outputs.get((2, 0), []))
     simulation.drain()
@@ -235,7 +235,7 @@ def test_a_preempted_sequence_returns_only_with_its_token_in_flight() -> None:
     simulation.round()
     simulation.plan()
     (sequence,) = simulation.scheduler.rows.occupants()
-    simulation.scheduler._preempt(sequence)  # there is memory enough, so only the token holds it back
+    simulation.scheduler.victims.preempt(sequence)  # there is memory enough, so only the token holds it back
     simulation.check()
     assert simulation.plan() is None
     simulation.drain()
@@ -324,7 +324,7 @@ def states() -> dict[str, Simulation]:
     preempted = Simulation(num_blocks=4, block_size=4, max_num_seqs=2)
     preempted.submit(2, [2] * 3, 9)
     preempted.submit(1, [1] * 3, 9)
-    while not preempted.scheduler.preempted:
+    while not preempted.scheduler.queues.preempted:
         preempted.round()
     return {**made, "preempted": preempted}
 

@@ -196,7 +196,7 @@ def test_whoever_waits_for_anothers_prefix_goes_on_when_that_one_is_cancelled() 
     for rid in (1, 2):
         simulation.submit(rid, [*tokens(64), rid], 3)
     simulation.plan()
-    assert simulation.scheduler.waiting_by_reason() == {"prefix": 1}
+    assert simulation.scheduler.admission.waiting_by_reason() == {"prefix": 1}
     simulation.scheduler.cancel(1)
     simulation.drain()
     assert simulation.outputs[2, 0] == toy_output([*tokens(64), 2], 3)
@@ -348,7 +348,7 @@ def test_explain_names_the_reason_of_each_kind_of_miss() -> None:
 
     def miss(prompt: list[int], salt: str = "") -> Any:
         ids = np.asarray(prompt, dtype="<i4").tobytes()
-        return cache.explain(simulation.scheduler.salt(salt, ""), ids)["miss"]
+        return cache.explain(simulation.scheduler.limits.salt(salt, ""), ids)["miss"]
 
     prompt = tokens(48)
     assert miss(prompt) == {"why": "never cached", "position": 0}

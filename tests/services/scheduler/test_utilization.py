@@ -25,7 +25,7 @@ def test_blocks_in_use_are_full_and_so_is_the_pool_while_requests_wait() -> None
     def compare(scheduler: Scheduler) -> None:
         nonlocal checked
         assert slots(scheduler) == by_the_ledger(scheduler)
-        assert scheduler.num_waiting
+        assert scheduler.queues.num_waiting
         checked += 1
 
     found = measure(Workload(scale=8, num_blocks=2000, places=128, steps=800, preemption_mode="swap"), compare)
