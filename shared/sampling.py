@@ -6,6 +6,32 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRules:
+    """What changes a request's logits before a token is chosen; most requests have none of it.
+
+    Penalties are OpenAI's and transformers': presence_penalty and frequency_penalty of output tokens, each -2..2, 0 is
+    off; repetition_penalty of prompt and output tokens, above 0, 1 is off. typical_p: (0, 1], 1 is off. min_tokens:
+    output tokens before which no EOS and no stop token id is sampled. logit_bias: -100..100, added to the logits of
+    logit_bias_ids. allowed_token_ids: nothing else is sampled; empty: no limit. bad_words: token sequences that are not
+    completed in the output; the tokenizer fills them in.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    typical_p: float = 1.0
+    min_tokens: int = 0
+    logit_bias_ids: list[int] = field(default_factory=list)
+    logit_bias: list[float] = field(default_factory=list)
+    allowed_token_ids: list[int] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Validated by the gateway; every process after it may rely on the ranges given here.
 
@@ -15,7 +41,8 @@ class SamplingParams:
     rest of the context). n: sequences. stop_token_ids end a sequence like an EOS. ignore_eos: EOS ids do not end it.
     best_of: sequences that are computed, of which the n with the highest cumulative logprob are the answer; 0 means n.
     use_beam_search: the answer is the n best hypotheses of a search with n beams; length_penalty and early_stopping
-    ("true", "false" or "never") are transformers'.
+    ("true", "false" or "never") are transformers'. logprobs, prompt_logprobs: how many of the likeliest tokens are told
+    beside each output token, or each prompt token from the second on; -1: none. rules: None when there are none.
     """
 
     temperature: float = 1.0
@@ -31,6 +58,9 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: str = "false"
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    rules: LogitRules | None = None
 
     @property
     def is_held(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from shared.codec import Int32, Layout, no_ids
 from shared.errors import WireError
-from shared.sampling import SamplingParams
+from shared.sampling import LogitRules, SamplingParams
 
 PROTOCOL_VERSION = 1
 
@@ -167,6 +167,7 @@ class SubmitText(Message):
     """gateway → tokenizer: a request in words.
 
     Exactly one of ``messages`` (chat), ``prompt`` and ``prompt_ids`` is given (``endpoint`` says which kind of answer).
+    bad_words: as in LogitRules, in words. echo: the answer begins with the prompt.
     generated/generated_counts: output ids each sequence already has, when a request is sent a second time.
     priority: lower runs first. tenant: whose share it counts against. arrival: Unix seconds at the gateway.
     timeout: seconds from the scheduler's taking it in until it has to be complete, 0 for any time.
@@ -193,6 +194,8 @@ class SubmitText(Message):
     timeout: float = 0.0
     generated: Int32 = field(default_factory=no_ids)
     generated_counts: list[int] = field(default_factory=list)
+    bad_words: list[str] = field(default_factory=list)
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +220,14 @@ class SubmitTokens(Message):
 class Accept(Message):
     """scheduler → tokenizer → gateway: it will be answered; the gateway sends HTTP headers now.
 
-    prompt_ids is filled by the tokenizer when the request asked for token ids.
+    prompt_ids is filled by the tokenizer when the request asked for token ids, prompt when it asked for echo.
     """
 
     kind: ClassVar[Kind] = Kind.ACCEPT
     rid: int
     prompt_tokens: int
     prompt_ids: Int32 = field(default_factory=no_ids)
+    prompt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +294,37 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of the model's probabilities (before all rules, temperature and filters) of some tokens.
+
+    Entry j is about the token that ``entries[j]`` names (the message says how): its own logprob ``sampled[j]``, the
+    place ``ranks[j]`` it has among all tokens (1: the likeliest), and the likeliest tokens, the likeliest first, in
+    ``top_ids`` and ``top``, cut by ``top_counts``.
+    """
+
+    entries: list[int]
+    sampled: list[float]
+    top_counts: list[int]
+    top_ids: list[int]
+    top: list[float]
+    ranks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a prompt's tokens from the second on; the entries are positions."""
+
+    rid: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens(Message):
-    """scheduler → tokenizer, one per step: new ids of all its requests. Entry i: rid, seq, offset, ids by counts."""
+    """scheduler → tokenizer, one per step: new ids of all its requests. Entry i: rid, seq, offset, ids by counts.
+
+    logprobs: of ids whose requests asked for them, the entries being places in ``ids``. prompts: those of a prompt come
+    with the first token of the first sequence, and again whenever that is sent again.
+    """
 
     kind: ClassVar[Kind] = Kind.TOKENS
     step_id: int
@@ -302,6 +335,48 @@ class Tokens(Message):
     ids: Int32
     finished: list[Finished] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    prompts: list[PromptLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token in words: its own bytes, which may be part of a character."""
+
+    id: int
+    text: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of a prompt or an output, and the likeliest at its place. logprob: None for a prompt's first.
+
+    offset: characters of that prompt's or output's text before it.
+    """
+
+    id: int
+    text: bytes
+    logprob: float | None
+    rank: int
+    offset: int
+    top: list[Candidate]
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprobs:
+    """Of the last tokens that the entry of this number covers."""
+
+    entry: int
+    tokens: list[TokenLogprob]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """All tokens of a prompt."""
+
+    rid: int
+    tokens: list[TokenLogprob]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +384,8 @@ class Text(Message):
     """tokenizer → gateway, one per TOKENS: new text of all its requests.
 
     Entry i: text that starts at character ``offsets[i]`` of the sequence's output. ``token_counts[i]`` output tokens
-    are covered once this text is delivered. ids, cut by ``id_counts``, holds new ids of requests that asked for them.
+    are covered once this text is delivered. ids, cut by ``id_counts``, holds new ids of requests that asked for them,
+    logprobs what is known of these tokens, and prompts the same of prompts, before or with their first text.
     """
 
     kind: ClassVar[Kind] = Kind.TEXT
@@ -322,6 +398,8 @@ class Text(Message):
     ids: Int32
     finished: list[Finished] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
+    logprobs: list[TextLogprobs] = field(default_factory=list)
+    prompts: list[PromptText] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +446,22 @@ class Reply(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class RowRules:
+    """What few rows need beside the parameters that all have.
+
+    tokens: all the row has so far, prompt and output, where rules or prompt_logprobs look at them, else empty; the
+    first ``prompt_tokens`` are the prompt. stop_ids: what is not sampled before ``min_tokens``. prompt_logprobs: as in
+    SamplingParams; told of the prompt tokens that each chunk of the row computes the logits of.
+    """
+
+    prompt_tokens: int
+    tokens: list[int]
+    stop_ids: list[int]
+    rules: LogitRules
+    prompt_logprobs: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class NewRow:
     """A sequence enters a slot. ``length`` tokens of it already have KV in its table (0 for a plain prompt).
 
@@ -384,21 +478,7 @@ class NewRow:
     min_p: float
     seed: int
     logprobs: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Natural logarithms of the model's probabilities (before temperature and filters), of results that asked for them.
-
-    Entry j is about result ``entries[j]``: ``sampled[j]`` of its token, and the likeliest tokens, the likeliest first,
-    in ``top_ids`` and ``top``, cut by ``top_counts``.
-    """
-
-    entries: list[int]
-    sampled: list[float]
-    top_counts: list[int]
-    top_ids: list[int]
-    top: list[float]
+    rules: RowRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +525,9 @@ class Result(Message):
     """worker → scheduler: step done, its KV written. Entry i: the token sampled into slot ``slots[i]``.
 
     Rank 0 sends slots and ids; every rank sends the checksum of them, so ranks that drift apart are noticed.
+    logprobs: of results that asked for them, the entries being places in ``ids``. prompt_logprobs: of prompt tokens,
+    the entries being numbers of the plan's chunks, each as often as its chunk tells of tokens, in their order; the last
+    one of a chunk is the token at the chunk's end, or the prompt's last where that comes first.
     timings: seconds by part (``swap_out``, ``swap_in``, ``forward``, ``sample``, ``total``). error: the step failed.
     """
 
@@ -459,6 +542,7 @@ class Result(Message):
     timings: dict[str, float] = field(default_factory=dict)
     error: str = ""
     logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

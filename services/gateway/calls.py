@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.codec import Int32
 from shared.errors import RequestError
-from shared.wire import Done, Finished, Message, SubmitText
+from shared.wire import Done, Finished, Message, SubmitText, TokenLogprob
 
 
 class ClientGone(Exception):
@@ -24,11 +24,16 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one sequence produced since the last take. finished is set with its last piece."""
+    """What one sequence produced since the last take. finished is set with its last piece, first with its first.
+
+    logprobs: of the tokens that this piece covers, where the client wants them.
+    """
 
     text: str
     ids: list[int]
     finished: Finished | None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    first: bool = False
 
 
 class Output:
@@ -41,12 +46,14 @@ class Output:
         self.gap = False
         self._texts: list[str] = []
         self._ids: list[int] = []
-        self._end_taken = False
+        self._logprobs: list[TokenLogprob] = []
+        self._taken = self._end_taken = False
 
-    def feed(self, offset: int, text: str, tokens: int, ids: Int32) -> bool:
+    def feed(self, offset: int, text: str, tokens: int, ids: Int32, logprobs: Sequence[TokenLogprob] = ()) -> bool:
         """Takes in text that starts at character ``offset``; what is known already is dropped.
 
-        tokens: output tokens covered once this text is there; ids: the last of them, if the client wants ids.
+        tokens: output tokens covered once this text is there; ids and logprobs: the last of them, if the client wants
+        these.
         Returns False when characters before ``offset`` are missing; nothing is taken in then.
         """
         self.gap = offset > self.chars
@@ -58,6 +65,8 @@ class Output:
         if tokens > self.tokens:
             if len(ids):
                 self._ids.extend(ids[-(tokens - self.tokens) :].tolist())
+            if logprobs:
+                self._logprobs.extend(logprobs[-(tokens - self.tokens) :])
             self.tokens = tokens
         return True
 
@@ -68,10 +77,12 @@ class Output:
     def take(self) -> Delta | None:
         """Everything new since the last take, merged; None when there is nothing."""
         ending = self.finished is not None and not self._end_taken
-        if not (self._texts or self._ids or ending):
+        if not (self._texts or self._ids or self._logprobs or ending):
             return None
-        delta = Delta("".join(self._texts), self._ids, self.finished if ending else None)
-        self._texts, self._ids, self._end_taken = [], [], self._end_taken or ending
+        text, finished = "".join(self._texts), self.finished if ending else None
+        delta = Delta(text, self._ids, finished, self._logprobs, not self._taken)
+        self._texts, self._ids, self._logprobs = [], [], []
+        self._taken, self._end_taken = True, self._end_taken or ending
         return delta
 
 
@@ -96,6 +107,8 @@ class Request:
         self.ended = False  # nothing of it is left beyond this process, so it needs no CANCEL
         self.prompt_tokens = 0
         self.prompt_ids: list[int] = []
+        self.prompt = ""  # its text, for echo
+        self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens, if the client wants them
         self.done: Done | None = None
         self.error: RequestError | None = None
         self.arrived = time.monotonic()
@@ -108,9 +121,14 @@ class Request:
     def over(self) -> bool:
         return self.done is not None or self.error is not None
 
-    def accept(self, prompt_tokens: int, prompt_ids: Int32) -> None:
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether the prompt's logprobs are wanted, which come before any text, and are not here."""
+        return self.submit.sampling.prompt_logprobs >= 0 and not self.prompt_logprobs
+
+    def accept(self, prompt_tokens: int, prompt_ids: Int32, prompt: str) -> None:
         self.accepted = True
-        self.prompt_tokens, self.prompt_ids = prompt_tokens, prompt_ids.tolist()
+        self.prompt_tokens, self.prompt_ids, self.prompt = prompt_tokens, prompt_ids.tolist(), prompt
         self._changed.set()
 
     def fail(self, error: RequestError, *, ended: bool = False) -> None:

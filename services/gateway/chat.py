@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.gateway import logprobs
 from services.gateway.calls import Delta, Request
 from services.gateway.generation import Shape, finish_of
 from services.gateway.schemas import ChatRequest, Limits
@@ -22,17 +23,24 @@ class Chat(Shape[ChatRequest]):
         return [submit(messages=messages, template_kwargs=asked.chat_template_kwargs or {})]
 
     def envelope(self, asked: ChatRequest, requests: list[Request]) -> dict[str, Any]:
-        return {"prompt_token_ids": requests[0].prompt_ids} if asked.return_token_ids else {}
+        extra: dict[str, Any] = {"prompt_token_ids": requests[0].prompt_ids} if asked.return_token_ids else {}
+        if asked.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = logprobs.of_prompt(requests[0].prompt_logprobs, asked.prompt_logprobs)
+        return extra
 
     def opening(self, asked: ChatRequest, request: Request) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def piece(self, asked: ChatRequest, delta: Delta) -> dict[str, Any]:
+    def piece(self, asked: ChatRequest, request: Request, delta: Delta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text or delta.finished is None else {}
         ids = {"token_ids": delta.ids} if asked.return_token_ids else {}
-        return {"delta": content, "logprobs": None, **finish_of(asked, delta), **ids}
+        told = self._logprobs(asked, delta) if delta.logprobs else None
+        return {"delta": content, "logprobs": told, **finish_of(asked, delta), **ids}
 
     def whole(self, asked: ChatRequest, request: Request, delta: Delta) -> dict[str, Any]:
         ids = {"token_ids": delta.ids} if asked.return_token_ids else {}
         message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return {"message": message, "logprobs": None, **finish_of(asked, delta), **ids}
+        return {"message": message, "logprobs": self._logprobs(asked, delta), **finish_of(asked, delta), **ids}
+
+    def _logprobs(self, asked: ChatRequest, delta: Delta) -> dict[str, Any] | None:
+        return logprobs.of_chat(delta.logprobs, asked.top_logprobs or 0) if asked.logprobs else None

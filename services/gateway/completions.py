@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from services.gateway import logprobs
 from services.gateway.calls import Delta, Request
 from services.gateway.generation import Shape, finish_of
 from services.gateway.schemas import CompletionRequest, Limits
@@ -33,10 +35,25 @@ class Completions(Shape[CompletionRequest]):
         ids = {"prompt_token_ids": request.prompt_ids, "token_ids": []}
         return {"text": "", "logprobs": None, "finish_reason": None, "stop_reason": None, **ids}
 
-    def piece(self, asked: CompletionRequest, delta: Delta) -> dict[str, Any]:
+    def piece(self, asked: CompletionRequest, request: Request, delta: Delta) -> dict[str, Any]:
+        if not asked.wants_output and delta.finished is not None:
+            delta = replace(delta, finished=replace(delta.finished, reason="length", stop_reason=""))
+        if not asked.wants_output:
+            delta = replace(delta, text="", ids=[], logprobs=[])
+        text = request.prompt + delta.text if asked.echo and delta.first else delta.text
         ids = {"token_ids": delta.ids} if asked.return_token_ids else {}
-        return {"text": delta.text, "logprobs": None, **finish_of(asked, delta), **ids}
+        return {"text": text, "logprobs": self._logprobs(asked, request, delta), **finish_of(asked, delta), **ids}
+
+    def _logprobs(self, asked: CompletionRequest, request: Request, delta: Delta) -> dict[str, Any] | None:
+        if asked.logprobs is None:
+            return None
+        echoed = request.prompt_logprobs if asked.echo and delta.first else []
+        prompt = logprobs.of_completion(echoed, asked.logprobs, 0)
+        output = logprobs.of_completion(delta.logprobs, asked.logprobs, len(request.prompt) if asked.echo else 0)
+        return {name: prompt[name] + output[name] for name in prompt}
 
     def whole(self, asked: CompletionRequest, request: Request, delta: Delta) -> dict[str, Any]:
-        prompt = {"prompt_token_ids": request.prompt_ids} if asked.return_token_ids else {}
-        return {**self.piece(asked, delta), **prompt}
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids} if asked.return_token_ids else {}
+        if asked.prompt_logprobs is not None:
+            prompt["prompt_logprobs"] = logprobs.of_prompt(request.prompt_logprobs, asked.prompt_logprobs)
+        return {**self.piece(asked, request, delta), **prompt}

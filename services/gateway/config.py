@@ -24,6 +24,7 @@ class GatewayConfig:
     served_model_name: list[str] = option([], "names clients may ask for, the shown one first; default: MODEL")
     shutdown_timeout: float = option(30.0, "seconds that open streams may take to finish after SIGTERM", minimum=0)
     accept_timeout: float = option(60.0, "seconds a request may wait for the tokenizer and scheduler", minimum=1)
+    max_logprobs: int = option(20, "most likeliest tokens a request may ask the logprobs of", minimum=0)
     access_log: bool = option(False, "log every HTTP request")
     cluster_key_file: str = options.cluster_key_file()
     insecure_tcp: bool = options.insecure_tcp()

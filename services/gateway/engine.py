@@ -355,7 +355,7 @@ class Engine:
         elif isinstance(message, Accept):
             if request := tokenizer.requests.get(message.rid):
                 request.heard = time.monotonic()
-                request.accept(message.prompt_tokens, message.prompt_ids)
+                request.accept(message.prompt_tokens, message.prompt_ids, message.prompt)
         elif isinstance(message, Reject):
             if message.code == "draining":
                 self._pass_on(tokenizer, message.rid)
@@ -368,6 +368,10 @@ class Engine:
 
     def _on_text(self, tokenizer: Tokenizer, message: Text) -> None:
         now = time.monotonic()
+        for prompt in message.prompts:
+            if request := tokenizer.requests.get(prompt.rid):
+                request.prompt_logprobs = prompt.tokens
+        logprobs = {one.entry: one.tokens for one in message.logprobs}
         columns = zip(
             message.rids,
             message.seqs,
@@ -378,7 +382,7 @@ class Engine:
             strict=True,
         )
         begin = 0
-        for rid, seq, offset, text, tokens, id_count in columns:
+        for entry, (rid, seq, offset, text, tokens, id_count) in enumerate(columns):
             ids, begin = message.ids[begin : begin + id_count], begin + id_count
             request = tokenizer.requests.get(rid)
             if request is None:
@@ -386,10 +390,12 @@ class Engine:
             request.heard = now
             output = request.outputs[seq]
             asked, before = output.gap, output.tokens
-            if output.feed(offset, text, tokens, ids):
+            if request.lacks_prompt:
+                output.gap = True
+            elif output.feed(offset, text, tokens, ids, logprobs.get(entry, ())):
                 self._measure(request, output.tokens - before, now)
                 request.progress()
-            elif not asked:
+            if output.gap and not asked:
                 self._ask_again(tokenizer, rid, seq, output.chars)
         for finished in message.finished:
             request = tokenizer.requests.get(finished.rid)

@@ -9,6 +9,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request as HTTPRequest
@@ -50,7 +51,7 @@ class Shape(ABC, Generic[R]):
         """The choice of the chunk that leaves at ACCEPT, if there is one."""
 
     @abstractmethod
-    def piece(self, asked: R, delta: Delta) -> dict[str, Any]:
+    def piece(self, asked: R, request: Request, delta: Delta) -> dict[str, Any]:
         """The choice of a chunk."""
 
     @abstractmethod
@@ -74,6 +75,8 @@ class Shape(ABC, Generic[R]):
                 stop=asked.stop or [],
                 include_stop_str_in_output=bool(asked.include_stop_str_in_output),
                 return_token_ids=bool(asked.return_token_ids),
+                bad_words=asked.bad_words or [],
+                echo=asked.echoes,
                 priority=asked.priority or 0,
                 cache_salt=asked.cache_salt or "",
                 tenant=tenant,
@@ -94,9 +97,11 @@ def finish_of(asked: GenerationRequest, delta: Delta) -> dict[str, Any]:
     return {"finish_reason": delta.finished.reason, "stop_reason": int(reason) if is_id else reason or None}
 
 
-def usage_of(requests: list[Request]) -> dict[str, Any]:
+def usage_of(asked: GenerationRequest, requests: list[Request]) -> dict[str, Any]:
     done = [request.done for request in requests if request.done is not None]
     prompt, completion = sum(one.prompt_tokens for one in done), sum(one.completion_tokens for one in done)
+    if not asked.wants_output:
+        completion = 0
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -113,7 +118,7 @@ class Generation(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = HTTPRequest(scope, receive)
-        limits = self._engine.limits
+        limits = replace(self._engine.limits, max_logprobs=self._config.max_logprobs)
         body = await read_json(request, self._config.max_body_bytes, limits.max_model_len)
         model = self._models.resolve(body.get("model"))
         asked = validate(self._shape.request_model, body, limits)
@@ -141,10 +146,16 @@ class Generation(Generic[R]):
         choices: list[dict[str, Any]] = []
         for request in call.requests:
             for output in request.outputs:
-                delta = output.take() or Delta("", [], output.finished)
+                delta = output.take() or Delta("", [], output.finished, first=True)
                 choices.append({"index": len(choices), **self._shape.whole(asked, request, delta)})
         extra = self._shape.envelope(asked, call.requests)
-        return {**head, "choices": choices, "usage": usage_of(call.requests), "system_fingerprint": None, **extra}
+        return {
+            **head,
+            "choices": choices,
+            "usage": usage_of(asked, call.requests),
+            "system_fingerprint": None,
+            **extra,
+        }
 
     async def _stream(self, asked: R, call: Call, head: dict[str, Any], stream: EventStream) -> None:
         last = {"usage": None} if asked.include_usage else {}
@@ -158,11 +169,11 @@ class Generation(Generic[R]):
         await stream.start()
         events = [chunk(index, choice, **extra) for index, choice in enumerate(openings) if choice is not None]
         while True:
-            for index, (_, output) in enumerate(outputs):
+            for index, (request, output) in enumerate(outputs):
                 delta = output.take()
                 # After an error the client gets what was produced, but no finish_reason: it did not finish.
                 if delta is not None and (delta.finished is None or delta.finished.reason != "error"):
-                    events.append(chunk(index, self._shape.piece(asked, delta)))
+                    events.append(chunk(index, self._shape.piece(asked, request, delta)))
             if call.error is not None:
                 await stream.end([*events, event(error_body(call.error))])
                 return
@@ -173,7 +184,9 @@ class Generation(Generic[R]):
                 events = []
             await call.changed()
         if asked.include_usage:
-            events.append(event({**head, "choices": [], "usage": usage_of(call.requests), "system_fingerprint": None}))
+            events.append(
+                event({**head, "choices": [], "usage": usage_of(asked, call.requests), "system_fingerprint": None})
+            )
         await stream.end(events)
 
 

@@ -20,13 +20,15 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.fields import drop_without_effect, shown, unknown_field
 from shared.errors import RequestError
-from shared.sampling import SamplingParams
+from shared.sampling import LogitRules, SamplingParams
 
 MAX_PROMPTS = 1024
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 256
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 
 
@@ -36,6 +38,7 @@ class Limits:
 
     vocab_size: int
     max_model_len: int
+    max_logprobs: int = 20
 
 
 def _invalid(message: str) -> PydanticCustomError:
@@ -123,6 +126,46 @@ def _stop_ids(value: Any, info: ValidationInfo) -> list[int]:
     return _check_ids("", value, _limits(info).vocab_size)
 
 
+def _allowed_ids(value: Any, info: ValidationInfo) -> list[int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value:
+        raise _invalid("should be a list of at least one token id")
+    return _check_ids("", value, _limits(info).vocab_size)
+
+
+def _bias(value: Any, info: ValidationInfo) -> dict[int, float] | None:
+    """Token ids, which JSON makes strings, to what is added to their logits."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _invalid("should be an object of token ids and numbers")
+    if len(value) > MAX_BIASES:
+        raise _invalid(f"holds {len(value)} tokens, the limit is {MAX_BIASES}")
+    vocab_size, found = _limits(info).vocab_size, {}
+    for name, bias in value.items():
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+            raise _invalid(f"key {shown(name)} should be a token id")
+        if not int(name) < vocab_size:
+            raise _invalid(f"key {int(name)} is outside the vocabulary of {vocab_size} (0..{vocab_size - 1})")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise _invalid(f"token {name} should have a number from -100 to 100, got {shown(bias)}")
+        found[int(name)] = float(bias)
+    return found
+
+
+def _count_of_logprobs(value: Any, info: ValidationInfo) -> int | None:
+    if value is None or value is False:
+        return None
+    limit = _limits(info).max_logprobs
+    if type(value) is not int or not 0 <= value <= limit:
+        raise _invalid(f"should be an integer from 0 to {limit} (max_logprobs of this server), got {shown(value)}")
+    return value
+
+
+LogprobCount = Annotated[int | None, PlainValidator(_count_of_logprobs)]
+
+
 class Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -194,6 +237,17 @@ class GenerationRequest(Model):
     ] = Field(None, max_length=MAX_STOPS)
     stop_token_ids: Annotated[list[int], PlainValidator(_stop_ids)] = []
     ignore_eos: bool | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=1000)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    min_tokens: int | None = Field(None, ge=0)
+    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_bias)] = None
+    allowed_token_ids: Annotated[list[int] | None, PlainValidator(_allowed_ids)] = None
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None = Field(
+        None, max_length=MAX_BAD_WORDS
+    )
+    prompt_logprobs: LogprobCount = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
@@ -205,6 +259,20 @@ class GenerationRequest(Model):
     @property
     def output_limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def wants_output(self) -> bool:
+        """False: only the prompt is wanted, back and with its logprobs."""
+        return True
+
+    @property
+    def echoes(self) -> bool:
+        return False
+
+    @property
+    def output_logprobs(self) -> int:
+        """As in SamplingParams."""
+        raise NotImplementedError
 
     @property
     def include_usage(self) -> bool:
@@ -221,6 +289,13 @@ class GenerationRequest(Model):
             name = "use_beam_search" if self.use_beam_search else "best_of"
             message = f"{name}: cannot be streamed, because only the end tells which tokens are the answer"
             raise RequestError(message, code="unsupported_value", param=name)
+        if self.stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs: cannot be streamed"
+            raise RequestError(message, code="unsupported_value", param="prompt_logprobs")
+        limit = self.output_limit
+        if limit is not None and (self.min_tokens or 0) > limit:
+            message = f"min_tokens: {self.min_tokens} is above max_tokens ({limit})"
+            raise RequestError(message, code="invalid_value", param="min_tokens")
         self._check_beams()
 
     def _check_beams(self) -> None:
@@ -231,6 +306,16 @@ class GenerationRequest(Model):
                 ("top_k", self.top_k, (0, -1)),
                 ("min_p", self.min_p, (0,)),
                 ("best_of", self.best_of, (self.n or 1,)),
+                ("presence_penalty", self.presence_penalty, (0,)),
+                ("frequency_penalty", self.frequency_penalty, (0,)),
+                ("repetition_penalty", self.repetition_penalty, (1,)),
+                ("typical_p", self.typical_p, (1,)),
+                ("min_tokens", self.min_tokens, (0,)),
+                ("logit_bias", self.logit_bias, ({},)),
+                ("allowed_token_ids", self.allowed_token_ids, ()),
+                ("bad_words", self.bad_words, ([],)),
+                ("prompt_logprobs", self.prompt_logprobs, ()),
+                ("logprobs", None if self.output_logprobs < 0 else self.output_logprobs, ()),
             ):
                 if value is not None and value not in neutral:
                     message = f"{name}: {value} does not go with use_beam_search, which takes the likeliest"
@@ -252,18 +337,43 @@ class GenerationRequest(Model):
             min_p=self.min_p or 0.0,
             seed=seed,
             n=self.n or 1,
-            max_tokens=self.output_limit,
+            max_tokens=self.output_limit if self.wants_output else 1,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=bool(self.ignore_eos),
             best_of=self.best_of or 0,
             use_beam_search=bool(self.use_beam_search),
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             early_stopping=str(self.early_stopping or False).lower(),
+            logprobs=self.output_logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            rules=self._rules(),
         )
+
+    @property
+    def _prompt_logprobs(self) -> int:
+        wanted = -1 if self.prompt_logprobs is None else self.prompt_logprobs
+        return max(wanted, self.output_logprobs) if self.echoes else wanted
+
+    def _rules(self) -> LogitRules | None:
+        """None when nothing is asked for, so that most requests carry none."""
+        bias = self.logit_bias or {}
+        rules = LogitRules(
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            typical_p=self.typical_p or 1.0,
+            min_tokens=self.min_tokens or 0,
+            logit_bias_ids=list(bias),
+            logit_bias=list(bias.values()),
+            allowed_token_ids=self.allowed_token_ids or [],
+        )
+        return None if rules == LogitRules() else rules
 
 
 class ChatRequest(GenerationRequest):
     messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount = None
     max_completion_tokens: int | None = Field(None, ge=1)
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -271,9 +381,15 @@ class ChatRequest(GenerationRequest):
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def output_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
     def check(self) -> None:
         super().check()
         check_messages(self.messages)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs: only when logprobs is true", code="invalid_value", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError(
                 f"max_completion_tokens: {self.max_completion_tokens} contradicts max_tokens {self.max_tokens}",
@@ -283,10 +399,31 @@ class ChatRequest(GenerationRequest):
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    echo: bool | None = None
+    logprobs: LogprobCount = None
+    max_tokens: int | None = Field(None, ge=0)
 
     @property
     def output_limit(self) -> int | None:
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wants_output(self) -> bool:
+        return self.max_tokens != 0
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def output_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+    def check(self) -> None:
+        super().check()
+        if not self.wants_output and not self.echo:
+            message = "max_tokens: 0 is below 1, which is the least without echo"
+            raise RequestError(message, code="invalid_value", param="max_tokens")
 
 
 class TokenizeRequest(Model):

@@ -15,7 +15,7 @@ from services.scheduler.running import Running
 from services.scheduler.stats import Stats
 from services.scheduler.steps import Draft
 from services.scheduler.swaps import Swaps
-from services.scheduler.tables import Tables
+from services.scheduler.tables import NOTHING, Tables
 from shared.codec import int32
 
 LOOK_UP_AGAIN = 8  # plans after which a prompt that did not fit is looked up again: it may have more hits by now
@@ -143,8 +143,10 @@ class Admission:
         if self._is_known_not_to_fit(sequence):
             return False
         _feed(sequence)
-        match = self._tables.look_up(sequence)
-        if patient and self._tables.is_being_written(sequence, match):
+        # What tells the logprobs of a prompt computes all of it.
+        look_up = sequence.request.missing_prompt_logprobs < 0
+        match = self._tables.look_up(sequence) if look_up else NOTHING
+        if look_up and patient and self._tables.is_being_written(sequence, match):
             sequence.awaits = sequence.awaits or step_id
             return False
         adopted = self._tables.adopt(sequence, match, slack=slack, step_id=step_id)

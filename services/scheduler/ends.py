@@ -77,7 +77,7 @@ class Ends:
             self._streams.send_ends(sequence.request)
             return
         self._stats.taken_back(len(sequence.output) - keep)
-        del sequence.output[keep:]
+        del sequence.output[keep:], sequence.logprobs[keep:]
         self._finish(sequence, "stop")
 
     def advance_beams(self, request: Request) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.prefix_cache import encode_salt
 from shared.errors import ConfigError, RequestError
+from shared.sampling import SamplingParams
 from shared.wire import Memory, SubmitTokens
 
 
@@ -103,12 +104,29 @@ class Limits:
                 code="invalid_value",
                 param="generated",
             )
+        self._check_rules(sampling)
+        if sampling.logprobs >= 0 or sampling.prompt_logprobs >= 0:
+            if len(message.generated):
+                raise RequestError(
+                    "generated: a request with logprobs cannot go on from output",
+                    code="invalid_value",
+                    param="generated",
+                )
+            if sampling.use_beam_search:
+                raise RequestError("logprobs: not with use_beam_search", code="unsupported_value", param="logprobs")
         for name, value, valid, rule in (
             ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf, "finite, at least 0"),
             ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
             ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "in [0, 1]"),
             ("top_k", sampling.top_k, 0 <= sampling.top_k < 1 << 31, "in [0, 2**31)"),
             ("seed", sampling.seed, 0 <= sampling.seed < 1 << 63, "in [0, 2**63)"),
+            ("logprobs", sampling.logprobs, -1 <= sampling.logprobs <= self.vocab_size, "-1 or in the vocabulary"),
+            (
+                "prompt_logprobs",
+                sampling.prompt_logprobs,
+                -1 <= sampling.prompt_logprobs <= self.vocab_size,
+                "-1 or in the vocabulary",
+            ),
         ):
             if not valid:
                 raise RequestError(f"{name} is {value}, not {rule}", code="invalid_value", param=name)
@@ -141,6 +159,12 @@ class Limits:
                 code="invalid_value",
                 param="generated_counts",
             )
+        if sampling.rules is not None and sampling.rules.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens is {sampling.rules.min_tokens}, above max_tokens ({max_tokens})",
+                code="invalid_value",
+                param="min_tokens",
+            )
         if max(counts, default=0) > max_tokens:
             raise RequestError(
                 f"generated_counts {counts} exceed max_tokens ({max_tokens})",
@@ -148,6 +172,47 @@ class Limits:
                 param="generated_counts",
             )
         return max_tokens
+
+    def _check_rules(self, sampling: SamplingParams) -> None:
+        """Raises RequestError (400) for rules out of range, and for those that leave nothing to sample."""
+        rules = sampling.rules
+        if rules is None:
+            return
+        if sampling.use_beam_search:
+            raise RequestError(
+                "use_beam_search: not with penalties, min_tokens, or rules about single tokens",
+                code="unsupported_value",
+                param="use_beam_search",
+            )
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)}
+        for name, ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", rules.logit_bias_ids),
+            ("allowed_token_ids", rules.allowed_token_ids),
+            ("bad_words", [id for word in rules.bad_words for id in word]),
+        ):
+            if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
+                raise RequestError(
+                    f"{name}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}",
+                    code="invalid_value",
+                    param=name,
+                )
+        if rules.min_tokens and rules.allowed_token_ids and stops.issuperset(rules.allowed_token_ids):
+            raise RequestError(
+                f"allowed_token_ids: all of them end the output, but min_tokens is {rules.min_tokens}",
+                code="invalid_value",
+                param="allowed_token_ids",
+            )
+        for name, value, valid, rule in (
+            ("presence_penalty", rules.presence_penalty, math.isfinite(rules.presence_penalty), "finite"),
+            ("frequency_penalty", rules.frequency_penalty, math.isfinite(rules.frequency_penalty), "finite"),
+            ("repetition_penalty", rules.repetition_penalty, 0 < rules.repetition_penalty < math.inf, "above 0"),
+            ("typical_p", rules.typical_p, 0 < rules.typical_p <= 1, "in (0, 1]"),
+            ("min_tokens", rules.min_tokens, rules.min_tokens >= 0, "at least 0"),
+            ("logit_bias", rules.logit_bias, all(map(math.isfinite, rules.logit_bias)), "finite"),
+        ):
+            if not valid:
+                raise RequestError(f"{name} is {value}, not {rule}", code="invalid_value", param=name)
 
     def check_beams(self, prompt_tokens: int, max_tokens: int, width: int) -> None:
         """Raises RequestError (400) when the pool cannot hold all beams of a search at once, at their longest."""

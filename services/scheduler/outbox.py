@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from shared.codec import int32
-from shared.wire import Done, Finished, Tokens
+from shared.logprobs import Found, columns
+from shared.wire import Done, Finished, PromptLogprobs, Tokens
 
 
 class Outbox:
     """Columns of new ids and the ends of sequences for one tokenizer, collected over a step."""
 
-    __slots__ = ("_counts", "_done", "_finished", "_ids", "_offsets", "_rids", "_seqs", "owner")
+    __slots__ = (
+        "_counts",
+        "_done",
+        "_finished",
+        "_ids",
+        "_logprobs",
+        "_offsets",
+        "_prompts",
+        "_rids",
+        "_seqs",
+        "owner",
+    )
 
     def __init__(self, owner: bytes) -> None:
         self.owner = owner
@@ -25,12 +37,19 @@ class Outbox:
         self._counts.append(1)
         self._ids.append(token)
 
-    def tokens(self, rid: int, seq: int, offset: int, ids: list[int]) -> None:
+    def tokens(self, rid: int, seq: int, offset: int, ids: list[int], logprobs: list[Found] | None = None) -> None:
+        """logprobs: of each id, when the request asked for them."""
+        if logprobs:
+            self._logprobs += enumerate(logprobs, len(self._ids))
         self._rids.append(rid)
         self._seqs.append(seq)
         self._offsets.append(offset)
         self._counts.append(len(ids))
         self._ids.extend(ids)
+
+    def prompt(self, rid: int, logprobs: list[Found]) -> None:
+        """logprobs: of the prompt's tokens from the second on."""
+        self._prompts.append(PromptLogprobs(rid, columns(enumerate(logprobs, 1))))
 
     def finished(self, finished: Finished) -> None:
         self._finished.append(finished)
@@ -49,6 +68,8 @@ class Outbox:
             int32(self._ids),
             self._finished,
             self._done,
+            columns(self._logprobs) if self._logprobs else None,
+            self._prompts,
         )
         self._clear()
         return message
@@ -61,3 +82,5 @@ class Outbox:
         self._ids: list[int] = []
         self._finished: list[Finished] = []
         self._done: list[Done] = []
+        self._logprobs: list[tuple[int, Found]] = []
+        self._prompts: list[PromptLogprobs] = []

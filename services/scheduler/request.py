@@ -11,6 +11,7 @@ from services.scheduler.beam_search import BeamSearch
 from services.scheduler.outbox import Outbox
 from services.scheduler.prefix_cache import Chain
 from shared.codec import Int32, no_ids
+from shared.logprobs import Found
 from shared.sampling import SamplingParams
 from shared.wire import Done, Finished
 
@@ -40,9 +41,10 @@ class Sequence:
     prompt, all of whom sample from its last position. awaits: the step from which on it waits for others to compute
     what it shares with them, 0 when it does not wait; awaited: the key of that block. missing: how many blocks it (of a
     swapped group, the first for all) lacked when it was looked up last and did not fit. passes: how often smaller ones
-    were admitted before it because it did not fit. host: its table on the host, while it is swapped.
-    preempted_by: the decision that took its memory, until it decodes again. cumulative: logprob of the output, where it
-    is needed. offer: of a beam whose step is done, what it may go on with.
+    were admitted before it because it did not fit. host: its table on the host, while it is swapped. preempted_by: the
+    decision that took its memory, until it decodes again. cumulative: logprob of the output, where it is needed.
+    logprobs: of each token of the output, where the request asked for them. offer: of a beam whose step is done, what
+    it may go on with.
     """
 
     request: Request
@@ -65,6 +67,7 @@ class Sequence:
     host: list[int] = field(default_factory=list)
     preempted_by: Decision | None = None
     cumulative: float = 0.0
+    logprobs: list[Found] = field(default_factory=list)
     offer: list[tuple[int, float]] | None = None
     finished: Finished | None = None
 
@@ -88,7 +91,8 @@ class Request:
     """order: place in the order of arrival. stop_ids end a sequence. Times are seconds on the scheduler's clock.
 
     timeout: seconds after arrival until it has to be complete, 0 for any time. cached_tokens: of the prompt, at its
-    first admission. search, beams: of a request with beam search, and the sequences that its beams are, in its order.
+    first admission. prompt_logprobs: of its tokens from the second on, as far as they are known, where they are asked
+    for. search, beams: of a request with beam search, and the sequences that its beams are, in its order.
     """
 
     rid: int
@@ -107,6 +111,7 @@ class Request:
     search: BeamSearch | None = None
     beams: list[Sequence] = field(default_factory=list)
     cached_tokens: int = 0
+    prompt_logprobs: list[Found] = field(default_factory=list)
     scheduled: float | None = None
     first_token: float | None = None
     ended: float = 0.0  # once done is set
@@ -116,6 +121,11 @@ class Request:
     def is_held(self) -> bool:
         """Whether nothing of it may be told yet, because which tokens are the answer is only known at its end."""
         return self.done is None and self.sampling.is_held
+
+    @property
+    def missing_prompt_logprobs(self) -> int:
+        """As in SamplingParams; -1 once they are all there."""
+        return self.sampling.prompt_logprobs if len(self.prompt_logprobs) < len(self.prompt) - 1 else -1
 
     @property
     def deadline(self) -> float:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -37,6 +39,7 @@ from services.scheduler.victims import Victims
 from shared.codec import Int32
 from shared.errors import QuireError
 from shared.ids import client_of
+from shared.logprobs import by_entry
 from shared.wire import Accept, Logprobs, Plan, SubmitTokens
 
 
@@ -207,6 +210,7 @@ class Scheduler:
         ids: Int32,
         timings: Mapping[str, float],
         logprobs: Logprobs | None = None,
+        prompt_logprobs: Logprobs | None = None,
     ) -> None:
         """Takes in the result of the oldest step in flight: its tokens count, and what it alone named is free."""
         steps = self.flight.steps
@@ -220,6 +224,8 @@ class Scheduler:
         self.flight.land()
         self.victims.measure(step, timings)
         searches = self._take_logprobs(step, logprobs) if logprobs is not None else ()
+        if prompt_logprobs is not None:
+            _take_prompt_logprobs(step, prompt_logprobs)
         delivered = self._deliver(step, ids, now)
         self.stats.cache_events(*self.tables.take_counts())
         for request in searches:
@@ -267,9 +273,9 @@ class Scheduler:
                 self.stats.prompt_cached(len(request.prompt), request.cached_tokens)
             if request.search is not None:
                 continue
-            if not request.is_held:
-                request.outbox.token(request.rid, sequence.index, len(output), token)
             output.append(token)
+            if not request.is_held:
+                self.streams.token(sequence)
             delivered += 1
             if shares is not None:
                 shares.serve(request.tenant, output_tokens=1)
@@ -278,16 +284,18 @@ class Scheduler:
         return delivered
 
     def _take_logprobs(self, step: Step, logprobs: Logprobs) -> list[Request]:
-        """Adds up logprobs of held sequences, and gives beams their offers. Returns the requests of these."""
-        start, searches = 0, dict[Request, None]()
-        for entry, sampled, count in zip(logprobs.entries, logprobs.sampled, logprobs.top_counts, strict=True):
-            sequence, end = step.sequences[entry], start + count
+        """Keeps and adds up logprobs, and gives beams their offers. Returns the requests of these."""
+        searches = dict[Request, None]()
+        for entry, found in by_entry(logprobs):
+            sequence = step.sequences[entry]
             if sequence.state is State.BEAM:
-                sequence.offer = list(zip(logprobs.top_ids[start:end], logprobs.top[start:end], strict=True))
+                _, _, top_ids, top = found
+                sequence.offer = list(zip(top_ids, top, strict=True))
                 searches[sequence.request] = None
             elif sequence.finished is None and sequence.request.search is None:
-                sequence.cumulative += sampled
-            start = end
+                sequence.cumulative += found[0]
+                if sequence.request.sampling.logprobs >= 0:
+                    sequence.logprobs.append(found)
         return list(searches)
 
     def _commit(self, draft: Draft, decode_slots: Slots, tokens: int) -> Plan:
@@ -324,3 +332,12 @@ class Scheduler:
             decodes=len(decode_slots),
             release=[] if full else release,
         )
+
+
+def _take_prompt_logprobs(step: Step, logprobs: Logprobs) -> None:
+    """Keeps those that are new: a prompt that is computed again tells them again."""
+    for chunk, found in groupby(by_entry(logprobs), key=itemgetter(0)):
+        sequence, end = step.chunks[chunk]
+        known, tokens = sequence.request.prompt_logprobs, [one for _, one in found]
+        first = min(end, len(sequence.request.prompt) - 1) - len(tokens)  # counted from the second token
+        known += tokens[len(known) - first :]

@@ -369,7 +369,7 @@ class SchedulerService:
             whole = self._ranks.take(result)
             if whole is None:
                 return
-            core.retire(whole.step_id, whole.slots, whole.ids, whole.timings, whole.logprobs)
+            core.retire(whole.step_id, whole.slots, whole.ids, whole.timings, whole.logprobs, whole.prompt_logprobs)
         except (RankError, StepError) as error:
             self._end(str(error), 1)
             return

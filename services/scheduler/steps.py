@@ -11,7 +11,8 @@ from services.scheduler.preemption import Decision
 from services.scheduler.request import Request, Sequence
 from services.scheduler.rows import Slots
 from shared.codec import Int32, int32, no_ids
-from shared.wire import NewRow, Plan
+from shared.sampling import LogitRules
+from shared.wire import NewRow, Plan, RowRules
 
 Effort = tuple[Decision, str, int]
 """A preemption, a part of the timings of a step that is its doing, and the share of that in blocks or tokens."""
@@ -93,6 +94,7 @@ class Draft:
                 min_p=sampling.min_p,
                 seed=(sampling.seed + sequence.index) % (1 << 63),
                 logprobs=_wanted_logprobs(sequence.request),
+                rules=_row_rules(sequence),
             )
         )
 
@@ -153,4 +155,21 @@ def _wanted_logprobs(request: Request) -> int:
     """As in ``NewRow``: what the scheduler itself needs."""
     if request.search is not None:
         return request.search.candidates
-    return 0 if request.sampling.is_held else -1
+    return max(0, request.sampling.logprobs) if request.sampling.is_held else request.sampling.logprobs
+
+
+def _row_rules(sequence: Sequence) -> RowRules | None:
+    """As in ``NewRow``. Its feed is all that the sequence has: nobody enters while a token of theirs is in flight."""
+    request = sequence.request
+    rules, prompt_logprobs = request.sampling.rules, request.missing_prompt_logprobs
+    if rules is None and prompt_logprobs < 0:
+        return None
+    rules = rules or LogitRules()
+    looked_at = rules.has_penalties or prompt_logprobs >= 0 or any(len(word) > 1 for word in rules.bad_words)
+    return RowRules(
+        prompt_tokens=len(request.prompt),
+        tokens=sequence.feed.tolist() if looked_at else [],
+        stop_ids=sorted(request.stop_ids) if rules.min_tokens else [],
+        rules=rules,
+        prompt_logprobs=prompt_logprobs,
+    )

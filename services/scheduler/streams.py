@@ -64,6 +64,14 @@ class Streams:
         if request.done is not None:
             request.outbox.done(request.done)
 
+    def token(self, sequence: Sequence) -> None:
+        """Sends the newest token of a sequence."""
+        request, offset = sequence.request, len(sequence.output) - 1
+        if request.sampling.logprobs >= 0 or request.sampling.prompt_logprobs >= 0:
+            self._send_from(sequence, offset)
+        else:
+            request.outbox.token(request.rid, sequence.index, offset, sequence.output[-1])
+
     def end(self, sequence: Sequence, finished: Finished) -> None:
         sequence.finished = finished
         if not sequence.request.is_held:
@@ -81,7 +89,7 @@ class Streams:
     def shorten(self, sequence: Sequence, keep: int) -> None:
         """A finished sequence turns out to have been stopped after ``keep`` tokens."""
         request = sequence.request
-        del sequence.output[keep:]
+        del sequence.output[keep:], sequence.logprobs[keep:]
         sequence.finished = Finished(request.rid, sequence.index, keep, "stop")
         if request.done is not None:
             tokens = sum(len(one.output) for one in request.sequences)
@@ -117,7 +125,10 @@ class Streams:
         return given_up
 
     def _send_from(self, sequence: Sequence, offset: int) -> None:
-        missing = sequence.output[max(offset, 0) :]
+        offset = max(offset, 0)
+        missing = sequence.output[offset:]
         if missing:
-            rid = sequence.request.rid
-            sequence.request.outbox.tokens(rid, sequence.index, len(sequence.output) - len(missing), missing)
+            request = sequence.request
+            if request.sampling.prompt_logprobs >= 0 and sequence.index == offset == 0:
+                request.outbox.prompt(request.rid, request.prompt_logprobs)
+            request.outbox.tokens(request.rid, sequence.index, offset, missing, sequence.logprobs[offset:])

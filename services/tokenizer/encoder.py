@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,11 +24,16 @@ RESERVED_VARIABLES = ("messages",)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An encoded and checked request. ids: int32, never empty. max_tokens: at least 1, fits the context with ids."""
+    """An encoded and checked request. ids: int32, never empty. max_tokens: at least 1, fits the context with ids.
+
+    bad_words: token sequences, one or two for each word. text: of the prompt, for a request with echo.
+    """
 
     ids: Int32
     max_tokens: int
     stops: StopStrings | None
+    bad_words: list[list[int]] = field(default_factory=list)
+    text: str = ""
 
 
 class Encoder:
@@ -91,7 +96,25 @@ class Encoder:
             ids,
             limits.max_model_len - len(ids) if wanted is None else wanted,
             StopStrings(message.stop) if message.stop else None,
+            self._bad_words(message.bad_words, limits.vocab_size),
+            self._prompt_text(message, ids) if message.echo else "",
         )
+
+    def _bad_words(self, words: list[str], vocab_size: int) -> list[list[int]]:
+        """Each word as it is spelled, and after a space, where it is other tokens."""
+        found = []
+        for word in words:
+            for text in (word, f" {word.lstrip()}"):
+                ids = self._tokenizer.encode(text, False).ids
+                _check_vocabulary(ids, vocab_size, "bad_words")
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+    def _prompt_text(self, message: SubmitText, ids: Int32) -> str:
+        if message.prompt is not None:
+            return message.prompt
+        return self._tokenizer.decode(ids.tolist(), message.skip_special_tokens)
 
     def _chat(
         self,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
 
 from services.tokenizer.detokenizer import Pieces
+from services.tokenizer.logprobs import in_words
 from services.tokenizer.stop import StopMatcher, StopStrings
 from shared.codec import Int32, int32, no_ids
-from shared.wire import Done, Finished, SubmitTokens, Text
+from shared.logprobs import Found
+from shared.wire import Done, Finished, PromptText, SubmitTokens, Text, TextLogprobs, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +21,21 @@ class Chunk:
     """Text from character ``offset`` on, after which ``token_count`` output tokens are covered.
 
     ids: those of the tokens covered by this text and not by the text before: [token_count - len(ids), token_count).
+    logprobs: of these tokens, where they are wanted.
     """
 
     offset: int
     text: str
     token_count: int
     ids: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class OutputSequence:
     """One answer of a request as it grows: ids come in, text goes out, and what was given out never changes.
 
     A token is *covered* when all its text can be given out, so ids never run ahead of the text they stand for. Ids in
-    ``silent`` (EOS, stop token ids) have no text.
+    ``silent`` (EOS, stop token ids) have no text. Before the output has ``min_tokens`` no stop string is looked for.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class OutputSequence:
         include_stop: bool = False,
         silent: frozenset[int] = frozenset(),
         skip_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self.ids: list[int] = []
         self.finished: Finished | None = None
@@ -49,6 +55,8 @@ class OutputSequence:
         self._pieces, self._detokenizer = pieces, pieces.detokenizer()
         self._matcher = StopMatcher(stops) if stops is not None else None
         self._include_stop, self._silent, self._skip_special = include_stop, silent, skip_special
+        self._min_tokens = min_tokens
+        self._logprobs: list[TokenLogprob] = []  # of all ids, where they are wanted
         self._ends: list[int] = []  # characters of text that cover each token and all before it
         self._sent: list[str] = []  # text given out,
         self._sent_length = 0
@@ -61,12 +69,17 @@ class OutputSequence:
         """Whether the text is complete; further ids are ignored."""
         return self._over
 
-    def push(self, ids: Iterable[int]) -> None:
-        """Takes the next output ids, up to the one that completes a stop string (then ``stop_string`` is set)."""
-        for id in ids:
+    def push(self, ids: Iterable[int], logprobs: Many[Found] = ()) -> None:
+        """Takes the next output ids, up to the one that completes a stop string (then ``stop_string`` is set).
+
+        logprobs: of each of the ids, where they are wanted.
+        """
+        for place, id in enumerate(ids):
             if self._over:
                 return
             self.ids.append(id)
+            if logprobs:
+                self._logprobs.append(in_words(self._pieces, id, logprobs[place], self._length))
             if id not in self._silent:
                 self._grow(self._detokenizer.feed(self._pieces.get(id, self._skip_special)))
             self._ends.append(self._length + self._detokenizer.pending)
@@ -94,7 +107,7 @@ class OutputSequence:
             self._covered += 1
         if not text and self._covered == before:
             return None
-        return Chunk(offset, text, self._covered, self.ids[before : self._covered])
+        return self._chunk(offset, text, before)
 
     def since(self, offset: int) -> Chunk:
         """Again everything given out from character ``offset`` on, with the ids that may be missing there."""
@@ -102,24 +115,34 @@ class OutputSequence:
         self._sent = [text]
         offset = min(max(offset, 0), len(text))
         first = min(bisect_left(self._ends, offset), self._covered)
-        return Chunk(offset, text[offset:], self._covered, self.ids[first : self._covered])
+        return self._chunk(offset, text[offset:], first)
 
     def offset_of_token(self, count: int) -> int:
         """Characters that a receiver with the first ``count`` tokens has at least."""
         return min(self._ends[min(count, len(self._ends)) - 1], self._sent_length) if count > 0 and self._ends else 0
+
+    def _chunk(self, offset: int, text: str, first: int) -> Chunk:
+        new = slice(first, self._covered)
+        return Chunk(offset, text, self._covered, self.ids[new], self._logprobs[new])
 
     @property
     def _length(self) -> int:
         return self._sent_length + len(self._unsent)
 
     def _grow(self, text: str) -> None:
-        match = self._matcher.feed(text) if self._matcher is not None and text else None
+        match = None
+        if self._matcher is not None and text:
+            if len(self.ids) > self._min_tokens:
+                match = self._matcher.feed(text)
+            else:
+                self._matcher.skip(len(text))
         if match is None:
             self._unsent += text
             return
         cut = match.end if self._include_stop else match.start
         self._unsent = (self._unsent + text)[: cut - self._sent_length]
         self._ends = [min(end, cut) for end in self._ends]
+        self._logprobs = [replace(one, offset=min(one.offset, cut)) for one in self._logprobs]
         self.stop_string, self._over = match.string, True
 
 
@@ -134,7 +157,8 @@ class Request:
     """One request between a gateway and the scheduler; times are of the monotonic clock.
 
     gateway: the raw identity that gets the answer; None when it is gone. submit: what the scheduler was sent, until it
-    accepts. heard: when the scheduler last spoke of it. told_at: when its end was last told to the gateway.
+    accepts. prompt: its text, for echo; prompt_words: its tokens with their logprobs, where they are wanted. heard:
+    when the scheduler last spoke of it. told_at: when its end was last told to the gateway.
     """
 
     rid: int
@@ -147,6 +171,9 @@ class Request:
     submit: SubmitTokens | None = None
     prompt_tokens: int = 0
     prompt_ids: Int32 = field(default_factory=no_ids)
+    prompt: str = ""
+    prompt_words: list[TokenLogprob] = field(default_factory=list)
+    skip_special: bool = True
     sequences: list[OutputSequence] = field(default_factory=list)
     done: Done | None = None
     done_at: float = 0.0
@@ -168,10 +195,19 @@ class TextBatch:
         self._ids: list[int] = []
         self._finished: list[Finished] = []
         self._done: list[Done] = []
+        self._logprobs: list[TextLogprobs] = []
+        self._prompts: list[PromptText] = []
+
+    def prompt(self, request: Request) -> None:
+        """What is known of the request's prompt, if anything."""
+        if request.prompt_words:
+            self._prompts.append(PromptText(request.rid, request.prompt_words))
 
     def add(self, request: Request, seq: int, chunk: Chunk | None) -> None:
         if chunk is None:
             return
+        if chunk.logprobs:
+            self._logprobs.append(TextLogprobs(len(self._rids), chunk.logprobs))
         self._rids.append(request.rid)
         self._seqs.append(seq)
         self._chunks.append(chunk)
@@ -187,7 +223,7 @@ class TextBatch:
 
     def message(self) -> Text | None:
         """None when there is nothing to tell."""
-        if not (self._rids or self._finished or self._done):
+        if not (self._rids or self._finished or self._done or self._prompts):
             return None
         return Text(
             rids=self._rids,
@@ -199,4 +235,6 @@ class TextBatch:
             ids=int32(self._ids),
             finished=self._finished,
             done=self._done,
+            logprobs=self._logprobs,
+            prompts=self._prompts,
         )

@@ -41,6 +41,10 @@ class StopMatcher:
         """Characters at the end of the text that may be the start of a stop string."""
         return max(self._states, default=0)
 
+    def skip(self, length: int) -> None:
+        """So many characters come in which no stop string may begin."""
+        self._length += length
+
     def feed(self, text: str) -> Match | None:
         """Takes the next characters; the first match, after which nothing more may be fed."""
         for character in text:

@@ -15,9 +15,13 @@ from typing import Protocol
 
 from services.tokenizer.detokenizer import Pieces
 from services.tokenizer.encoder import Prompt
+from services.tokenizer.logprobs import prompt_in_words
 from services.tokenizer.request import OutputSequence, Request, State, TextBatch
+from shared.codec import no_ids
 from shared.errors import RequestError, WireError
+from shared.logprobs import Found, by_entry
 from shared.metrics import Registry
+from shared.sampling import LogitRules
 from shared.wire import (
     Accept,
     Ack,
@@ -25,6 +29,7 @@ from shared.wire import (
     Done,
     Finished,
     Message,
+    PromptLogprobs,
     Reject,
     Resume,
     Stop,
@@ -112,11 +117,15 @@ class Streams:
         log.debug("%s: %d prompt tokens", request.request_id, len(prompt.ids))
         request.state, request.heard = State.SUBMITTED, self._clock()
         request.sequences, request.prompt_tokens = sequences, len(prompt.ids)
-        if request.return_ids:
-            request.prompt_ids = prompt.ids
         sampling = message.sampling
+        if request.return_ids or sampling.prompt_logprobs >= 0:
+            request.prompt_ids = prompt.ids
+        request.prompt, request.skip_special = prompt.text, message.skip_special_tokens
         if sampling.max_tokens is None:
             sampling = replace(sampling, max_tokens=prompt.max_tokens)
+        if prompt.bad_words:
+            rules = replace(sampling.rules or LogitRules(), bad_words=prompt.bad_words)
+            sampling = replace(sampling, rules=rules)
         request.submit = SubmitTokens(
             rid=message.rid,
             request_id=message.request_id,
@@ -135,6 +144,7 @@ class Streams:
 
     def _sequences(self, message: SubmitText, prompt: Prompt, limits: Welcome) -> list[OutputSequence]:
         """Fresh sequences, or those of a request that was under way elsewhere, at the text its tokens stand for."""
+        rules = message.sampling.rules
         silent = frozenset(message.sampling.stop_token_ids)
         if not message.sampling.ignore_eos:
             silent |= frozenset(limits.eos_ids)
@@ -145,6 +155,7 @@ class Streams:
                 include_stop=message.include_stop_str_in_output,
                 silent=silent,
                 skip_special=message.skip_special_tokens,
+                min_tokens=0 if rules is None else rules.min_tokens,
             )
             for _ in range(message.sampling.n)
         ]
@@ -162,8 +173,9 @@ class Streams:
         request.gateway = gateway
         if request.state is not State.ACCEPTED:
             return
-        self._to_gateway(gateway, Accept(request.rid, request.prompt_tokens, request.prompt_ids))
+        self._to_gateway(gateway, _accept(request))
         batch = TextBatch()
+        batch.prompt(request)
         for seq, sequence in enumerate(request.sequences):
             have = counts[seq] if seq < len(counts) else 0
             batch.add(request, seq, sequence.since(sequence.offset_of_token(have)))
@@ -189,6 +201,7 @@ class Streams:
         if request is None or request.state is not State.ACCEPTED or not 0 <= message.seq < len(request.sequences):
             return
         batch = TextBatch()
+        batch.prompt(request)
         batch.add(request, message.seq, request.sequences[message.seq].since(message.offset))
         self._tell_ends(request, batch)
         self._send(gateway, batch)
@@ -221,7 +234,7 @@ class Streams:
             request.state, request.submit = State.ACCEPTED, None
             request.prompt_tokens = message.prompt_tokens
             if request.gateway is not None:
-                self._to_gateway(request.gateway, Accept(request.rid, message.prompt_tokens, request.prompt_ids))
+                self._to_gateway(request.gateway, _accept(request))
             batch = TextBatch()
             for seq, sequence in enumerate(request.sequences):
                 self._stop_if_found(request, seq, sequence, batch)  # in what it had generated elsewhere
@@ -244,13 +257,18 @@ class Streams:
             raise WireError(f"Tokens: counts do not cut {len(message.ids)} ids")
         now, ids, start = self._clock(), message.ids.tolist(), 0
         batches: dict[bytes | None, TextBatch] = {}
+        logprobs = dict(by_entry(message.logprobs)) if message.logprobs is not None else {}
+        for prompt in message.prompts:
+            self._take_prompt(prompt, batches)
         for rid, seq, offset, count in zip(message.rids, message.seqs, message.offsets, message.counts, strict=True):
             end = start + count
             found = self._find(rid, seq)
             if found is not None:
                 request, sequence = found
                 request.heard = now
-                self._grow(request, seq, sequence, offset, ids[start:end], _batch(batches, request))
+                found_logprobs = [logprobs[place] for place in range(start, end)] if start in logprobs else []
+                batch = _batch(batches, request)
+                self._grow(request, seq, sequence, offset, ids[start:end], found_logprobs, batch)
             start = end
         for finished in message.finished:
             found = self._find(finished.rid, finished.seq)
@@ -269,8 +287,24 @@ class Streams:
             if gateway is not None:
                 self._send(gateway, batch)
 
+    def _take_prompt(self, prompt: PromptLogprobs, batches: dict[bytes | None, TextBatch]) -> None:
+        found = self._find(prompt.rid, 0)
+        if found is None or found[0].prompt_words:
+            return
+        request, _ = found
+        ids, known = request.prompt_ids.tolist(), dict(by_entry(prompt.logprobs))
+        request.prompt_words = prompt_in_words(self._pieces, ids, known, request.skip_special)
+        _batch(batches, request).prompt(request)
+
     def _grow(
-        self, request: Request, seq: int, sequence: OutputSequence, offset: int, ids: list[int], batch: TextBatch
+        self,
+        request: Request,
+        seq: int,
+        sequence: OutputSequence,
+        offset: int,
+        ids: list[int],
+        logprobs: list[Found],
+        batch: TextBatch,
     ) -> None:
         have = len(sequence.ids)
         if sequence.over or offset + len(ids) <= have:
@@ -278,7 +312,7 @@ class Streams:
         if offset > have:
             self._ask(request, seq, sequence)
             return
-        sequence.push(ids[have - offset :])
+        sequence.push(ids[have - offset :], logprobs[have - offset :])
         self._detokenized.inc(len(sequence.ids) - have)
         batch.add(request, seq, sequence.take())
         self._stop_if_found(request, seq, sequence, batch)
@@ -427,3 +461,9 @@ class Streams:
 
 def _batch(batches: dict[bytes | None, TextBatch], request: Request) -> TextBatch:
     return batches.setdefault(request.gateway, TextBatch())
+
+
+def _accept(request: Request) -> Accept:
+    return Accept(
+        request.rid, request.prompt_tokens, request.prompt_ids if request.return_ids else no_ids(), request.prompt
+    )

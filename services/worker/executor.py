@@ -13,13 +13,14 @@ from shared.wire import Logprobs, Memory, Plan
 class StepOutput:
     """Entry i: token ``ids[i]`` was sampled into slot ``slots[i]`` (order: docs/protocol.md). timings in seconds.
 
-    logprobs: of the entries whose rows asked, None when no row did.
+    logprobs: of the entries whose rows asked, and of prompt tokens, as in ``Result``; None when no row did.
     """
 
     slots: Int32
     ids: Int32
     timings: dict[str, float] = field(default_factory=dict)
     logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 class Executor(Protocol):

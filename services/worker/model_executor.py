@@ -19,11 +19,12 @@ from services.worker.host_memory import HostMemory
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.rows import Ints, Limits, Rows, Step
+from services.worker.sampler import PROMPT_ROWS, Sampler
 from services.worker.weights import load_weights
 from shared.codec import no_ids
 from shared.errors import ConfigError
 from shared.models import ModelFiles, locate
-from shared.wire import Logprobs, Memory, Plan
+from shared.wire import Memory, Plan
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class ModelExecutor:
             config.max_num_seqs, num_blocks, config.block_size, max_model_len, model.vocab_size, host_blocks
         )
         self._rows = Rows(limits)
+        self._sampler = Sampler(self._rows, self._kernels, self._upload)
         self._memory = Memory(
             num_blocks=num_blocks,
             host_blocks=host_blocks,
@@ -98,17 +100,25 @@ class ModelExecutor:
     def execute(self, plan: Plan) -> StepOutput:
         begin = time.perf_counter()
         step = self._rows.apply(plan)
+        self._sampler.change(plan)
         timings = self._move(plan)
         if not len(step.positions):
             return StepOutput(no_ids(), no_ids(), timings | {"total": time.perf_counter() - begin})
         started = time.perf_counter()
-        logits, parts = self._decoder.step(self._batch(step, plan), self._kv, self._upload(step.sample_tokens))
+        batch, samples = self._batch(step, plan), self._upload(step.sample_tokens)
+        prompt_logprobs = None
+        if self._sampler.tells_of_prompts(step):
+            hidden = self._decoder.forward(batch, self._kv)
+            logits, parts = self._decoder.logits(hidden[samples]), dict[str, float]()
+            prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._decoder.logits, step)
+        else:
+            logits, parts = self._decoder.step(batch, self._kv, samples)
         forward = time.perf_counter()
-        ids, logprobs = self._sample(logits, step)
+        ids, logprobs = self._sampler.sample(logits, step)
         self._rows.last_token[step.sample_slots] = ids
         end = time.perf_counter()
         timings |= {"forward": forward - started, "sample": end - forward, "total": end - begin, **parts}
-        return StepOutput(step.sample_slots.astype(np.int32), ids.astype(np.int32), timings, logprobs)
+        return StepOutput(step.sample_slots.astype(np.int32), ids.astype(np.int32), timings, logprobs, prompt_logprobs)
 
     def _move(self, plan: Plan) -> dict[str, float]:
         """Swaps and copies, in this order. Returns the seconds that swapping took, where there was any."""
@@ -170,39 +180,6 @@ class ModelExecutor:
         width = int(self._rows.state.blocks[slots].max(initial=0))
         return self._upload(self._rows.tables[slots, :width])
 
-    def _sample(self, logits: torch.Tensor, step: Step) -> tuple[Ints, Logprobs | None]:
-        if not len(step.sample_slots):
-            return np.empty(0, dtype=np.int64), None
-        rows, slots = self._rows, step.sample_slots
-        ids = self._kernels.sample(
-            logits,
-            self._upload(rows.temperature[slots]),
-            self._upload(rows.top_k[slots]),
-            self._upload(rows.top_p[slots]),
-            self._upload(rows.min_p[slots]),
-            self._upload(rows.seed[slots]),
-            self._upload(step.sample_positions),
-        )
-        asked = np.flatnonzero(rows.logprobs[slots] >= 0)
-        logprobs = self._logprobs(logits, ids, asked, rows.logprobs[slots[asked]]) if len(asked) else None
-        sampled: Ints = ids.cpu().numpy()
-        return sampled, logprobs
-
-    def _logprobs(self, logits: torch.Tensor, ids: torch.Tensor, asked: Ints, counts: Ints) -> Logprobs:
-        """Of the model's own probabilities: rows ``asked`` of ``logits [S, V]``, and the likeliest ``counts`` each."""
-        chosen = self._upload(asked)
-        everything = torch.log_softmax(logits[chosen].float(), dim=-1)
-        sampled = everything.gather(1, ids[chosen].unsqueeze(1)).squeeze(1)
-        values, tokens = everything.topk(int(counts.max()), dim=-1)
-        wanted = torch.arange(values.shape[1]) < torch.from_numpy(counts).unsqueeze(1)
-        return Logprobs(
-            entries=asked.tolist(),
-            sampled=sampled.tolist(),
-            top_counts=counts.tolist(),
-            top_ids=tokens.cpu()[wanted].tolist(),
-            top=values.cpu()[wanted].tolist(),
-        )
-
     def _upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
@@ -224,7 +201,7 @@ def _activation_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype) -> in
     """A generous estimate of what one step of ``tokens`` allocates beside weights and KV."""
     widest = max(2 * model.intermediate_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
     per_token = (4 * model.hidden_size + 2 * widest) * max(dtype.itemsize, 4)
-    return tokens * per_token + min(tokens, 256) * model.vocab_size * 8
+    return tokens * per_token + min(tokens, PROMPT_ROWS) * model.vocab_size * 16  # logits, their logarithms, and a sort
 
 
 def _num_blocks(config: WorkerConfig, budget: int, bytes_per_block: int, max_model_len: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from services.worker.config import WorkerConfig
 from services.worker.executor import PlanError, StepOutput
 from shared.codec import Int32
 from shared.models import builtin, locate
-from shared.wire import Logprobs, Memory, NewRow, Plan
+from shared.wire import Logprobs, Memory, NewRow, Plan, RowRules
 
 DEFAULT_BLOCKS = 4096
 DEFAULT_MODEL_LEN = 2048
@@ -40,9 +41,10 @@ class NullExecutor:
     """Executes plans on simulated memory. Raises PlanError for a plan that contradicts its rows or its memory.
 
     Greedy rows (temperature 0) depend on their prefix alone, others on the seed as well; up to a temperature of 1 no
-    EOS is ever sampled, above it one token in sixteen is. verify: every row re-reads its whole prefix in every step,
-    and what a block held before it came into a table is poisoned; otherwise it reads its newest token's memory, whose
-    hash covers the rest, which is fast enough to measure the pipeline with.
+    EOS is ever sampled, above it one token in sixteen is. Rules (penalties and the like) change nothing. verify: every
+    row re-reads its whole prefix in every step, and what a block held before it came into a table is poisoned;
+    otherwise it reads its newest token's memory, whose hash covers the rest, which is fast enough to measure the
+    pipeline with.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class NullExecutor:
         self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self._temperature = np.zeros(max_num_seqs)
         self._wanted_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._rules: list[RowRules | None] = [None] * max_num_seqs
+        self._prompt_logprobs = Logprobs([], [], [], [], [], [])
         self._present = np.zeros(max_num_seqs, dtype=np.bool_)
         self._decoding = np.zeros(max_num_seqs, dtype=np.bool_)
         self._paused = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -129,6 +133,7 @@ class NullExecutor:
         if len(slots) != plan.decodes:
             raise PlanError(f"the plan counts {plan.decodes} decoding rows, there are {len(slots)}")
         self._decode(slots)
+        self._prompt_logprobs = Logprobs([], [], [], [], [], [])
         sampled = [slots, *self._run_chunks(plan)]
         order = np.concatenate(sampled)
         ids = self._sample(order)
@@ -141,7 +146,8 @@ class NullExecutor:
             timings["swap_out"] = SWAP_SECONDS * len(plan.swap_out) / 2
         if len(plan.swap_in):
             timings["swap_in"] = SWAP_SECONDS * len(plan.swap_in) / 2
-        return StepOutput(order.astype(np.int32), ids.astype(np.int32), timings, self._logprobs(order, ids))
+        prompts = self._prompt_logprobs if self._prompt_logprobs.entries else None
+        return StepOutput(order.astype(np.int32), ids.astype(np.int32), timings, self._logprobs(order, ids), prompts)
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
@@ -188,6 +194,7 @@ class NullExecutor:
         self._seed[row.slot] = row.seed
         self._temperature[row.slot] = row.temperature
         self._wanted_logprobs[row.slot] = row.logprobs
+        self._rules[row.slot] = row.rules
 
     def _replace_tables(self, plan: Plan) -> None:
         self._need(plan.table_slots, "table")
@@ -340,9 +347,21 @@ class NullExecutor:
                 self._length[one] = start + count
             if self._verify:
                 self._check_whole(slot)
+            self._tell_of_prompt(slot, len(sampled), start, hashes)
             self._decoding[samples] = True
             sampled.append(np.asarray(samples, dtype=np.int64))
         return sampled
+
+    def _tell_of_prompt(self, slot: int, chunk: int, start: int, hashes: Array64) -> None:
+        """prompt_logprobs of what a chunk from ``start`` computes the logits of."""
+        rules = self._rules[slot]
+        if rules is None or rules.prompt_logprobs < 0:
+            return
+        targets = rules.tokens[: rules.prompt_tokens][start + 1 : start + len(hashes) + 1]
+        count = len(targets)
+        part = self._toy_logprobs([chunk] * count, hashes[:count], targets, [rules.prompt_logprobs] * count)
+        for column in fields(Logprobs):
+            getattr(self._prompt_logprobs, column.name).extend(getattr(part, column.name))
 
     def _sample(self, slots: Index) -> Index:
         random = self._temperature[slots] > 0
@@ -360,17 +379,21 @@ class NullExecutor:
         asked = np.flatnonzero(self._wanted_logprobs[slots] >= 0)
         if not len(asked):
             return None
-        sampled, counts, top_ids, top = [], self._wanted_logprobs[slots[asked]].tolist(), [], []
-        for entry, count in zip(asked.tolist(), counts, strict=True):
-            mixed = int(_mix(self._prefix_hash[slots[entry : entry + 1]])[0])
+        counts = self._wanted_logprobs[slots[asked]].tolist()
+        return self._toy_logprobs(asked.tolist(), self._prefix_hash[slots[asked]], ids[asked].tolist(), counts)
+
+    def _toy_logprobs(self, entries: list[int], hashes: Array64, ids: list[int], counts: list[int]) -> Logprobs:
+        """Of token ``ids[i]`` after the prefix of ``hashes[i]``."""
+        found = Logprobs(entries, [], counts, [], [], [])
+        for mixed, token, count in zip(_mix(hashes).tolist(), ids, counts, strict=True):
             gap, size, ends = 0.125 + (mixed >> 20) % 1000 / 1000, len(self._allowed), mixed >> 60 == 0
-            token = int(ids[entry])
             rank = 1 if token == self._eos else (int(np.searchsorted(self._allowed, token)) - mixed) % size
-            sampled.append(-0.125 - gap * rank)
+            found.sampled.append(-0.125 - gap * rank)
+            found.ranks.append(rank + 1)
             for rank in range(count):
-                top_ids.append(self._eos if ends and rank == 1 else int(self._allowed[(mixed + rank) % size]))
-                top.append(-0.125 - gap * rank)
-        return Logprobs(asked.tolist(), sampled, counts, top_ids, top)
+                found.top_ids.append(self._eos if ends and rank == 1 else int(self._allowed[(mixed + rank) % size]))
+                found.top.append(-0.125 - gap * rank)
+        return found
 
 
 def _mix(values: Array64) -> Array64:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from services.worker.executor import PlanError
 from shared.codec import Int32
-from shared.wire import NewRow, Plan
+from shared.wire import NewRow, Plan, RowRules
 
 Ints = npt.NDArray[np.int64]
 
@@ -166,6 +166,8 @@ class Rows:
             if not 0 <= row.length < self.limits.max_model_len:
                 raise PlanError(f"slot {row.slot}: length {row.length} is outside 0..{self.limits.max_model_len - 1}")
             _check_sampling(row)
+            if row.rules is not None:
+                _check_rules(row.slot, row.rules, self.limits.vocab_size)
             state.alive[row.slot] = True
             state.length[row.slot] = row.length
 
@@ -322,3 +324,17 @@ def _check_sampling(row: NewRow) -> None:
     for name, fine in in_range.items():
         if not fine:
             raise PlanError(f"slot {row.slot}: {name} {getattr(row, name)} is out of range")
+
+
+def _check_rules(slot: int, row: RowRules, vocab_size: int) -> None:
+    rules = row.rules
+    named = [*rules.logit_bias_ids, *rules.allowed_token_ids, *row.stop_ids, *row.tokens]
+    named += [id for word in rules.bad_words for id in word]
+    if named and not 0 <= min(named) <= max(named) < vocab_size:
+        raise PlanError(f"slot {slot}: its rules name a token id outside 0..{vocab_size - 1}")
+    if len(rules.logit_bias_ids) != len(rules.logit_bias) or not all(rules.bad_words):
+        raise PlanError(f"slot {slot}: logit_bias has no value for each id, or a bad word no ids")
+    if not -1 <= row.prompt_logprobs <= vocab_size or row.prompt_tokens < 1:
+        raise PlanError(f"slot {slot}: prompt_logprobs {row.prompt_logprobs} of {row.prompt_tokens} tokens")
+    if not (rules.repetition_penalty > 0 and 0 < rules.typical_p <= 1):
+        raise PlanError(f"slot {slot}: repetition_penalty or typical_p is out of range")

@@ -231,6 +231,7 @@ class WorkerService:
             timings=output.timings,
             error=error,
             logprobs=output.logprobs if first else None,
+            prompt_logprobs=output.prompt_logprobs if first else None,
         )
 
     def _send(self, message: Message) -> None:

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from shared import wire
 from shared.codec import int32
 from shared.errors import WireError
-from shared.sampling import SamplingParams
+from shared.sampling import LogitRules, SamplingParams
 from tests.shared.golden import GOLDEN
 
 RID = (3 << 48) | 7
-SAMPLING = SamplingParams(0.5, 0.25, 4, 0.125, 9, 16, 1, [2, 5], True, 3, True, 0.5, "never")
+RULES = LogitRules(0.5, 0.25, 2.0, 0.5, 3, [7], [-1.5], [8, 9], [[1], [2, 3]])
+SAMPLING = SamplingParams(0.5, 0.25, 4, 0.125, 9, 16, 1, [2, 5], True, 3, True, 0.5, "never", 2, 0, RULES)
 
 MESSAGES: list[wire.Message] = [
     wire.Hello(
@@ -36,33 +37,40 @@ MESSAGES: list[wire.Message] = [
     wire.Roster(2, ["tokenizer:0:0123456789abcdef"], ["ipc:///t"]),
     wire.SubmitText(
         RID, "req-1", "chat", SAMPLING, [{"role": "user", "content": "안녕"}], {"x": 1}, None, int32([]), True, True,
-        ["\n"], False, True, 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2],
+        ["\n"], False, True, 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2], ["no"], True,
     ),
     wire.SubmitTokens(RID, "req-1", SAMPLING, int32([1, 2, 70000]), 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2]),
-    wire.Accept(RID, 3, int32([1, 2, 3])),
+    wire.Accept(RID, 3, int32([1, 2, 3]), "a b c"),
     wire.Reject(RID, 429, "queue_full", "", "too many", 1.5),
     wire.Cancel(RID, "client gone"),
     wire.Stop(RID, 0, 5),
     wire.Tokens(
         4, [RID], [0], [10], [2], int32([11, 12]), [wire.Finished(RID, 0, 12, "length")],
         [wire.Done(RID, 3, 0, 12, 0.5, 0.25, 2.0, 1)],
+        wire.Logprobs([1], [-0.5], [1], [12], [-0.5], [1]),
+        [wire.PromptLogprobs(RID, wire.Logprobs([1, 2], [-2.0, -0.5], [1, 0], [7], [-1.0], [3, 1]))],
     ),
     wire.Text(
         [RID], [0], [40], ["hé"], [12], [2], int32([11, 12]), [wire.Finished(RID, 0, 12, "stop", "\n")],
         [wire.Done(RID, 3, 0, 12)],
+        [wire.TextLogprobs(0, [wire.TokenLogprob(11, b"h", -0.5, 2, 40, [wire.Candidate(12, b"\xc3", -0.25)])])],
+        [wire.PromptText(RID, [wire.TokenLogprob(7, b"a", None, 0, 0, [])])],
     ),
     wire.Resume(RID, 0, 10),
     wire.Ack([RID]),
     wire.Query(1, "metrics", {"a": "b"}, 2),
     wire.Reply(1, 200, ["x"], 3),
     wire.Plan(
-        4, 77, 88, False, 1, [wire.NewRow(2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2)], [2], [0], [3], [[2]], [2], [1], [5], [6],
+        4, 77, 88, False, 1,
+        [wire.NewRow(2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2, wire.RowRules(2, [1, 2, 3], [0], RULES, 1))],
+        [2], [0], [3], [[2]], [2], [1], [5], [6],
         [7],
         int32([1, 2, 3]), int32([33]), int32([1]), int32([34]), int32([1, 2]), int32([3, 4]), int32([5, 6]),
     ),
     wire.Result(
         4, 77, 88, 0, 123456, int32([1, 2]), int32([50, 60]), {"total": 0.5}, "",
-        wire.Logprobs([1], [-0.5], [2], [60, 50], [-0.5, -1.5]),
+        wire.Logprobs([1], [-0.5], [2], [60, 50], [-0.5, -1.5], [1]),
+        wire.Logprobs([0, 0], [-0.5, -1.0], [0, 0], [], [], [4, 9]),
     ),
     wire.PlanRequired(77, 88, 3),
 ]  # fmt: skip
@@ -107,7 +115,7 @@ def test_a_message_by_hand() -> None:
         ([b"\x15\x01", b"\x92\x01\x00"], "array of 3 fields"),
         ([b"\x15\x01", b"\x93\x01\x00\xa1a"], r"Stop.keep: wanted int, got str"),
         ([b"\x15\x01", b"\x93\x01\x00\xc3"], r"Stop.keep: wanted int, got bool"),
-        ([b"\x12\x01", b"\x92\x01\x02", b"\x01\x02\x03"], "Accept.prompt_ids: 3 bytes"),
+        ([b"\x12\x01", b"\x93\x01\x02\xa0", b"\x01\x02\x03"], "Accept.prompt_ids: 3 bytes"),
         ([b"\x19\x01", b"\x91\x92\x01\xa1x"], r"Ack.rids: wanted int, got str"),
     ],
 )

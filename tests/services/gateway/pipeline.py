@@ -203,8 +203,8 @@ class Answer:
     def send(self, message: Message) -> None:
         self.tokenizer.send(self.client, message)
 
-    def accept(self, prompt_tokens: int = 5, prompt_ids: list[int] | None = None) -> None:
-        self.send(Accept(self.rid, prompt_tokens, int32(prompt_ids or [])))
+    def accept(self, prompt_tokens: int = 5, prompt_ids: list[int] | None = None, prompt: str = "") -> None:
+        self.send(Accept(self.rid, prompt_tokens, int32(prompt_ids or []), prompt))
 
     def reject(self, status: int, code: str, param: str, message: str, retry_after: float | None = None) -> None:
         self.send(Reject(self.rid, status, code, param, message, retry_after))

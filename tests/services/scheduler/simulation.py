@@ -186,7 +186,9 @@ class Simulation:
         if self.executed:
             step_id, output = self.executed.popleft()
             del self._named[step_id], self._stores[step_id]
-            self.scheduler.retire(step_id, output.slots, output.ids, output.timings, output.logprobs)
+            self.scheduler.retire(
+                step_id, output.slots, output.ids, output.timings, output.logprobs, output.prompt_logprobs
+            )
             self.check()
             return True
         return False

@@ -215,13 +215,14 @@ def test_logprobs_are_those_of_the_models_own_distribution(executor: ModelExecut
     """Against a float64 softmax of the logits; a row that did not ask has none, whatever its neighbours asked."""
     prompts = random_models.prompts(9, 12)
     logits = []
-    original = executor._decoder.logits
+    original = executor._decoder.step
 
-    def keeping(hidden: torch.Tensor) -> torch.Tensor:
-        logits.append(original(hidden).clone())
-        return logits[-1]
+    def keeping(*args: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        found, parts = original(*args)
+        logits.append(found.clone())
+        return found, parts
 
-    executor._decoder.logits = keeping  # type: ignore[method-assign]
+    executor._decoder.step = keeping  # type: ignore[method-assign]
     try:
         params = SamplingParams(temperature=1.3, seed=5)
         output = executor.execute(
@@ -239,7 +240,7 @@ def test_logprobs_are_those_of_the_models_own_distribution(executor: ModelExecut
             )
         )
     finally:
-        executor._decoder.logits = original  # type: ignore[method-assign]
+        executor._decoder.step = original  # type: ignore[method-assign]
     found = output.logprobs
     assert found is not None
     exact = torch.log_softmax(logits[0][1].double(), -1)
@@ -247,4 +248,5 @@ def test_logprobs_are_those_of_the_models_own_distribution(executor: ModelExecut
     assert found.top_ids == exact.topk(3).indices.tolist()
     assert found.top == pytest.approx(exact.topk(3).values.tolist(), abs=1e-5)
     assert found.sampled == pytest.approx([exact[output.ids[1]].item()], abs=1e-5)
+    assert found.ranks == [int((exact > exact[output.ids[1]]).sum()) + 1]
     assert executor.execute(plan(full=True)).logprobs is None
