@@ -104,6 +104,7 @@ def test_greedy_outputs_under_rules_are_transformers(oracle: tuple[Any, ModelExe
 
 
 def test_a_seeded_request_repeats_exactly_alone_and_among_others(oracle: tuple[Any, ModelExecutor]) -> None:
+    """vLLM 51226: a seeded request could not be repeated beside neighbours that have no seed."""
     _, executor = oracle
     mixed: list[dict[str, Any]] = [
         {"temperature": 1.0, "rules": LogitRules(presence_penalty=1.0, frequency_penalty=0.5)},

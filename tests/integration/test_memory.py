@@ -44,7 +44,7 @@ def chunks(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
 
 
 def test_n_samples_equal_n_requests_with_seeds_in_order(client: httpx.Client) -> None:
-    """v#58: n with a seed is seeds s, s+1, ...; prompt tokens are counted once."""
+    """vLLM 51226: n with a seed is seeds s, s+1, ...; prompt tokens are counted once."""
     prompt = list(range(100, 121))
     answer = complete(client, prompt, n=4, seed=50, temperature=1.0)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]

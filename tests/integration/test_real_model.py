@@ -105,6 +105,7 @@ def test_greedy_ids_alone(server: Server, expected: dict[str, tuple[list[int], l
 
 
 def test_greedy_ids_all_in_flight_at_once(server: Server, expected: dict[str, tuple[list[int], list[int]]]) -> None:
+    """vLLM 17524, 23138: the same request among others, in another order of the batch, gave other tokens."""
     with ThreadPoolExecutor(len(expected)) as pool:
         answers = {name: pool.submit(complete, server, ids) for name, (ids, _) in expected.items()}
         for name, (_, wanted) in expected.items():
