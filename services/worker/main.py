@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     line = Lifeline()
     if line.held:
         # Ctrl-C reaches the whole process group; the launcher then ends the others first, so that they can still tell
-        # their clients why. The scheduler's GOODBYE, SIGTERM or the death pipe end this process.
+        # their clients why. The scheduler's GOODBYE, SIGTERM or the lifeline's end end this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:
         signal.signal(signal.SIGINT, lambda *_: end("the server is shutting down", 0))

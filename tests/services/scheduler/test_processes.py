@@ -398,7 +398,7 @@ def test_a_rank_that_is_one_too_many_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_lifeline_ends_the_scheduler_with_its_launcher(tmp_path: Path) -> None:
-    """A line on the death pipe is the reason of open streams; its end is the end of the process."""
+    """A line on the lifeline is the reason of open streams; its end is the end of the process."""
     server = Server(tmp_path)
     client = Client(server.base)
     read, write = (end.detach() for end in socket.socketpair())
