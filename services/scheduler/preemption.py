@@ -18,7 +18,9 @@ REMEMBERED = 64  # decisions kept to be shown
 class Decision:
     """One preemption of a group. Predictions are seconds, None while there is nothing measured to predict from.
 
-    tokens: whose KV was lost or moved, those in shared blocks once. measured: the seconds spent on it so far.
+    tokens: whose KV was lost or moved, those in shared blocks once. The prediction of a recompute counts them all; what
+    the prefix cache still holds when the group comes back makes it cheaper. wanted: the mode chosen before looking
+    whether ``blocks`` fit into the ``host_free`` ones; mode: what was done. measured: the seconds spent on it so far.
     """
 
     step_id: int
@@ -26,6 +28,8 @@ class Decision:
     sequences: int
     tokens: int
     blocks: int
+    host_free: int
+    wanted: str
     mode: str
     predicted_recompute: float | None
     predicted_swap: float | None
@@ -94,7 +98,18 @@ class Preemption:
             wanted = "recompute" if recompute is None or (swap is not None and recompute <= swap) else "swap"
         mode = wanted if 0 < blocks <= host_free else "recompute"
         request = group[0].request
-        decision = Decision(step_id, request.request_id, len(group), stored, blocks, mode, recompute, swap)
+        decision = Decision(
+            step_id=step_id,
+            request_id=request.request_id,
+            sequences=len(group),
+            tokens=stored,
+            blocks=blocks,
+            host_free=host_free,
+            wanted=wanted,
+            mode=mode,
+            predicted_recompute=recompute,
+            predicted_swap=swap,
+        )
         self.decisions.append(decision)
         self.counts[mode] += 1
         for sequence in group:
