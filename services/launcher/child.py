@@ -50,10 +50,6 @@ class Child:
         return f"{self.role} {self.index}" if self.role != "scheduler" else self.role
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def running(self) -> bool:
         return not self.ended.done()
 
