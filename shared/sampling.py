@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,28 @@ class LogitRules:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What requests get that leave a field out: the model's generation_config.json as the operator wants it.
+
+    Fields are those of SamplingParams and LogitRules, None where the neutral value stands. max_tokens: at most the rest
+    of the context.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def __str__(self) -> str:
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name} {value}" for name, value in given if value is not None) or "neutral"
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Validated by the gateway; every process after it may rely on the ranges given here.
 
@@ -42,7 +64,8 @@ class SamplingParams:
     best_of: sequences that are computed, of which the n with the highest cumulative logprob are the answer; 0 means n.
     use_beam_search: the answer is the n best hypotheses of a search with n beams; length_penalty and early_stopping
     ("true", "false" or "never") are transformers'. logprobs, prompt_logprobs: how many of the likeliest tokens are told
-    beside each output token, or each prompt token from the second on; -1: none. rules: None when there are none.
+    beside each output token, or each prompt token from the second on; -1: none. logprob_token_ids: these are told
+    beside each output token in place of the likeliest; ``logprobs`` is their number. rules: None when there are none.
     """
 
     temperature: float = 1.0
@@ -61,6 +84,7 @@ class SamplingParams:
     logprobs: int = -1
     prompt_logprobs: int = -1
     rules: LogitRules | None = None
+    logprob_token_ids: list[int] = field(default_factory=list)
 
     @property
     def is_held(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from shared.codec import Int32, Layout, no_ids
 from shared.errors import WireError
-from shared.sampling import LogitRules, SamplingParams
+from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 
 PROTOCOL_VERSION = 1
 
@@ -61,7 +61,7 @@ class Memory:
 
     num_blocks counts block 0, which is padding and never owned. eos_ids and vocab_size come from the model's config.
     model_digest and model_name: of its ``ModelFiles``; a tokenizer of another digest does not fit (empty: any does).
-    dtype: of weights and KV, the same on every rank.
+    dtype: of weights and KV, the same on every rank. defaults: for requests that leave sampling open.
     """
 
     num_blocks: int
@@ -74,6 +74,7 @@ class Memory:
     model_digest: str
     model_name: str = ""
     dtype: str = ""
+    defaults: SamplingDefaults = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class Welcome(Message):
     """Answer to HELLO. To a client only once a worker is ready, so a welcomed process can serve.
 
     From the scheduler; a tokenizer welcomes gateways with the same message (its own epoch, the scheduler's limits).
-    model_digest and model_name are the workers' (see ``Memory``): what a tokenizer must have, what clients ask for.
+    model_digest, model_name and defaults are the workers' (see ``Memory``): what a tokenizer must have, what clients
+    ask for, what they get that leave sampling open.
     """
 
     kind: ClassVar[Kind] = Kind.WELCOME
@@ -109,6 +111,7 @@ class Welcome(Message):
     eos_ids: list[int]
     model_digest: str
     model_name: str = ""
+    defaults: SamplingDefaults = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +454,8 @@ class RowRules:
 
     tokens: all the row has so far, prompt and output, where rules or prompt_logprobs look at them, else empty; the
     first ``prompt_tokens`` are the prompt. stop_ids: what is not sampled before ``min_tokens``. prompt_logprobs: as in
-    SamplingParams; told of the prompt tokens that each chunk of the row computes the logits of.
+    SamplingParams; told of the prompt tokens that each chunk of the row computes the logits of. logprob_ids: these are
+    told of with each result in place of the likeliest.
     """
 
     prompt_tokens: int
@@ -459,6 +463,7 @@ class RowRules:
     stop_ids: list[int]
     rules: LogitRules
     prompt_logprobs: int = -1
+    logprob_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,10 @@ class Call:
     def leave(self) -> None:
         """The client is gone: whoever waits on this call gets ClientGone."""
         self.gone = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits on this call looks at it again."""
         self._changed.set()
 
     async def changed(self) -> None:

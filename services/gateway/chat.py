@@ -43,4 +43,4 @@ class Chat(Shape[ChatRequest]):
         return {"message": message, "logprobs": self._logprobs(asked, delta), **finish_of(asked, delta), **ids}
 
     def _logprobs(self, asked: ChatRequest, delta: Delta) -> dict[str, Any] | None:
-        return logprobs.of_chat(delta.logprobs, asked.top_logprobs or 0) if asked.logprobs else None
+        return logprobs.of_chat(delta.logprobs, asked.output_logprobs) if asked.output_logprobs >= 0 else None

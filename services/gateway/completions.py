@@ -45,11 +45,12 @@ class Completions(Shape[CompletionRequest]):
         return {"text": text, "logprobs": self._logprobs(asked, request, delta), **finish_of(asked, delta), **ids}
 
     def _logprobs(self, asked: CompletionRequest, request: Request, delta: Delta) -> dict[str, Any] | None:
-        if asked.logprobs is None:
+        top = asked.output_logprobs
+        if top < 0:
             return None
         echoed = request.prompt_logprobs if asked.echo and delta.first else []
-        prompt = logprobs.of_completion(echoed, asked.logprobs, 0)
-        output = logprobs.of_completion(delta.logprobs, asked.logprobs, len(request.prompt) if asked.echo else 0)
+        prompt = logprobs.of_completion(echoed, top, 0)
+        output = logprobs.of_completion(delta.logprobs, top, len(request.prompt) if asked.echo else 0)
         return {name: prompt[name] + output[name] for name in prompt}
 
     def whole(self, asked: CompletionRequest, request: Request, delta: Delta) -> dict[str, Any]:

@@ -25,6 +25,10 @@ class GatewayConfig:
     shutdown_timeout: float = option(30.0, "seconds that open streams may take to finish after SIGTERM", minimum=0)
     accept_timeout: float = option(60.0, "seconds a request may wait for the tokenizer and scheduler", minimum=1)
     max_logprobs: int = option(20, "most likeliest tokens a request may ask the logprobs of", minimum=0)
+    enable_force_include_usage: bool = option(False, "end every stream with its usage, and tell it in every chunk")
+    sse_keep_alive_interval: float = option(
+        15.0, "seconds of silence in a stream after which a comment shows that it lives; 0: never", minimum=0
+    )
     access_log: bool = option(False, "log every HTTP request")
     cluster_key_file: str = options.cluster_key_file()
     insecure_tcp: bool = options.insecure_tcp()

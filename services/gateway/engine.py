@@ -150,7 +150,8 @@ class Engine:
         """The model's limits. Raises RequestError 503 before they are known."""
         if self._welcome is None:
             raise self._unavailable(self.unready)
-        return Limits(self._welcome.vocab_size, self._welcome.max_model_len)
+        welcome = self._welcome
+        return Limits(welcome.vocab_size, welcome.max_model_len, defaults=welcome.defaults)
 
     @property
     def model_name(self) -> str:

@@ -98,16 +98,21 @@ def finish_of(asked: GenerationRequest, delta: Delta) -> dict[str, Any]:
 
 
 def usage_of(asked: GenerationRequest, requests: list[Request]) -> dict[str, Any]:
+    """Of answers that are whole."""
     done = [request.done for request in requests if request.done is not None]
-    prompt, completion = sum(one.prompt_tokens for one in done), sum(one.completion_tokens for one in done)
-    if not asked.wants_output:
-        completion = 0
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in done)},
-    }
+    usage = _usage(asked, sum(one.prompt_tokens for one in done), sum(one.completion_tokens for one in done))
+    return {**usage, "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in done)}}
+
+
+def usage_so_far(asked: GenerationRequest, requests: list[Request]) -> dict[str, Any]:
+    """Of a stream that goes on: all its choices, up to what has come."""
+    tokens = sum(output.tokens for request in requests for output in request.outputs)
+    return _usage(asked, sum(request.prompt_tokens for request in requests), tokens)
+
+
+def _usage(asked: GenerationRequest, prompt: int, completion: int) -> dict[str, Any]:
+    completion = completion if asked.wants_output else 0
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class Generation(Generic[R]):
@@ -136,7 +141,8 @@ class Generation(Generic[R]):
                 }
                 log.debug("request_id=%s is %s", state["request_id"], head["id"])
                 if asked.stream:
-                    await self._stream(asked, call, head, EventStream(send))
+                    async with EventStream(send, self._config.sse_keep_alive_interval, call.wake) as stream:
+                        await self._stream(asked, call, head, stream)
                     return
                 await call.finished()
                 answer = self._whole(asked, call, head)
@@ -158,10 +164,15 @@ class Generation(Generic[R]):
         }
 
     async def _stream(self, asked: R, call: Call, head: dict[str, Any], stream: EventStream) -> None:
-        last = {"usage": None} if asked.include_usage else {}
+        include_usage, continuously = self._tells_usage(asked)
 
         def chunk(index: int, choice: dict[str, Any], **extra: Any) -> bytes:
-            return event({**head, "choices": [{"index": index, **choice}], **last, "system_fingerprint": None, **extra})
+            usage: dict[str, Any] = {}
+            if include_usage:
+                usage["usage"] = usage_so_far(asked, call.requests) if continuously else None
+            return event(
+                {**head, "choices": [{"index": index, **choice}], **usage, "system_fingerprint": None, **extra}
+            )
 
         outputs = [(request, output) for request in call.requests for output in request.outputs]
         openings = [self._shape.opening(asked, request) for request, _ in outputs]
@@ -182,12 +193,22 @@ class Generation(Generic[R]):
             if events:
                 await stream.write(events)
                 events = []
+            elif stream.silent:
+                await stream.keep_alive()
             await call.changed()
-        if asked.include_usage:
+        if include_usage:
             events.append(
                 event({**head, "choices": [], "usage": usage_of(asked, call.requests), "system_fingerprint": None})
             )
         await stream.end(events)
+
+    def _tells_usage(self, asked: R) -> tuple[bool, bool]:
+        """Whether a stream ends with its usage, and whether every chunk before tells what it is by then."""
+        if self._config.enable_force_include_usage:
+            return True, True
+        options = asked.stream_options
+        told = options is not None and bool(options.include_usage)
+        return told, told and options is not None and bool(options.continuous_usage_stats)
 
 
 @contextlib.asynccontextmanager

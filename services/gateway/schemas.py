@@ -20,8 +20,9 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.fields import drop_without_effect, shown, unknown_field
 from shared.errors import RequestError
-from shared.sampling import LogitRules, SamplingParams
+from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 
+T = TypeVar("T")
 MAX_PROMPTS = 1024
 MAX_N = 128
 MAX_STOPS = 16
@@ -29,16 +30,18 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
+MAX_LOGPROB_IDS = 128
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The model's limits that fields are checked against."""
+    """The model's limits that fields are checked against, and what stands for a field that is left out."""
 
     vocab_size: int
     max_model_len: int
     max_logprobs: int = 20
+    defaults: SamplingDefaults = SamplingDefaults()
 
 
 def _invalid(message: str) -> PydanticCustomError:
@@ -134,6 +137,17 @@ def _allowed_ids(value: Any, info: ValidationInfo) -> list[int] | None:
     return _check_ids("", value, _limits(info).vocab_size)
 
 
+def _logprob_ids(value: Any, info: ValidationInfo) -> list[int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_LOGPROB_IDS:
+        raise _invalid(f"should be a list of 1 to {MAX_LOGPROB_IDS} token ids, got {shown(value)}")
+    ids = _check_ids("", value, _limits(info).vocab_size)
+    if len(set(ids)) < len(ids):
+        raise _invalid("holds a token id twice")
+    return ids
+
+
 def _bias(value: Any, info: ValidationInfo) -> dict[int, float] | None:
     """Token ids, which JSON makes strings, to what is added to their logits."""
     if value is None:
@@ -183,7 +197,7 @@ class Model(BaseModel):
 class StreamOptions(Model):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Message(Model):
@@ -248,6 +262,7 @@ class GenerationRequest(Model):
         None, max_length=MAX_BAD_WORDS
     )
     prompt_logprobs: LogprobCount = None
+    logprob_token_ids: Annotated[list[int] | None, PlainValidator(_logprob_ids)] = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
@@ -270,13 +285,14 @@ class GenerationRequest(Model):
         return False
 
     @property
-    def output_logprobs(self) -> int:
-        """As in SamplingParams."""
+    def top_wanted(self) -> int:
+        """How many likely tokens are asked for beside each output token; -1: not even its own logprob."""
         raise NotImplementedError
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def output_logprobs(self) -> int:
+        """As in SamplingParams."""
+        return self.top_wanted if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     def check(self) -> None:
         """Rules over several fields. Raises RequestError."""
@@ -296,6 +312,13 @@ class GenerationRequest(Model):
         if limit is not None and (self.min_tokens or 0) > limit:
             message = f"min_tokens: {self.min_tokens} is above max_tokens ({limit})"
             raise RequestError(message, code="invalid_value", param="min_tokens")
+        if self.logprob_token_ids is not None and self.top_wanted not in (-1, 0, len(self.logprob_token_ids)):
+            raise RequestError(
+                f"logprob_token_ids: {len(self.logprob_token_ids)} ids are told of in place of the likeliest tokens, of "
+                f"which {self.top_wanted} are asked for",
+                code="invalid_value",
+                param="logprob_token_ids",
+            )
         self._check_beams()
 
     def _check_beams(self) -> None:
@@ -330,11 +353,13 @@ class GenerationRequest(Model):
 
     def sampling(self, limits: Limits) -> SamplingParams:
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
+        # A search takes the likeliest, so defaults for sampling say nothing about it.
+        defaults = SamplingDefaults(temperature=0.0) if self.use_beam_search else limits.defaults
         return SamplingParams(
-            temperature=0.0 if self.use_beam_search else 1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=min(max(self.top_k or 0, 0), limits.vocab_size),
-            min_p=self.min_p or 0.0,
+            temperature=_first(self.temperature, defaults.temperature, 1.0),
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            top_k=min(max(_first(self.top_k, defaults.top_k, 0), 0), limits.vocab_size),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
             seed=seed,
             n=self.n or 1,
             max_tokens=self.output_limit if self.wants_output else 1,
@@ -346,21 +371,22 @@ class GenerationRequest(Model):
             early_stopping=str(self.early_stopping or False).lower(),
             logprobs=self.output_logprobs,
             prompt_logprobs=self._prompt_logprobs,
-            rules=self._rules(),
+            rules=self._rules(defaults),
+            logprob_token_ids=self.logprob_token_ids or [],
         )
 
     @property
     def _prompt_logprobs(self) -> int:
         wanted = -1 if self.prompt_logprobs is None else self.prompt_logprobs
-        return max(wanted, self.output_logprobs) if self.echoes else wanted
+        return max(wanted, min(self.output_logprobs, 0), self.top_wanted) if self.echoes else wanted
 
-    def _rules(self) -> LogitRules | None:
+    def _rules(self, defaults: SamplingDefaults) -> LogitRules | None:
         """None when nothing is asked for, so that most requests carry none."""
         bias = self.logit_bias or {}
         rules = LogitRules(
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=_first(self.presence_penalty, defaults.presence_penalty, 0.0),
+            frequency_penalty=_first(self.frequency_penalty, defaults.frequency_penalty, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
             typical_p=self.typical_p or 1.0,
             min_tokens=self.min_tokens or 0,
             logit_bias_ids=list(bias),
@@ -368,6 +394,11 @@ class GenerationRequest(Model):
             allowed_token_ids=self.allowed_token_ids or [],
         )
         return None if rules == LogitRules() else rules
+
+
+def _first(*values: T | None) -> T:
+    """The first that is not None; the last is none."""
+    return next(value for value in values if value is not None)
 
 
 class ChatRequest(GenerationRequest):
@@ -382,7 +413,7 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def output_logprobs(self) -> int:
+    def top_wanted(self) -> int:
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     def check(self) -> None:
@@ -416,7 +447,7 @@ class CompletionRequest(GenerationRequest):
         return bool(self.echo)
 
     @property
-    def output_logprobs(self) -> int:
+    def top_wanted(self) -> int:
         return -1 if self.logprobs is None else self.logprobs
 
     def check(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 from starlette.types import Send
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -20,17 +23,50 @@ def event(data: Any) -> bytes:
 
 
 class EventStream:
-    """One SSE answer: the headers leave with the first event, and the end is always ``[DONE]``."""
+    """One SSE answer: the headers leave with the first event, and the end is always ``[DONE]``.
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    An async context manager around the answer: while it is open, ``silent`` becomes true and ``wake`` is called
+    whenever nothing was written for ``interval`` seconds (0: never).
+    """
+
+    def __init__(self, send: Send, interval: float, wake: Callable[[], None]) -> None:
+        self._send, self._interval, self._wake = send, interval, wake
+        self.silent = False
+        self._written = False  # something, since the timer was set
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> EventStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def start(self) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        self._listen()
 
     async def write(self, events: list[bytes]) -> None:
         """Sends events together; waits while the client's socket is full."""
+        self._written, self.silent = True, False
         await self._send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+
+    async def keep_alive(self) -> None:
+        """A comment, which every reader of SSE skips, so that nothing between takes the connection for dead."""
+        self.silent = False
+        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
     async def end(self, events: list[bytes]) -> None:
         await self._send({"type": "http.response.body", "body": b"".join([*events, DONE]), "more_body": False})
+
+    def _listen(self) -> None:
+        """One timer for each interval, not for each token: a comment comes after one to two intervals of silence."""
+        if self._interval:
+            self._written = False
+            self._timer = asyncio.get_running_loop().call_later(self._interval, self._on_time)
+
+    def _on_time(self) -> None:
+        if not self._written:
+            self.silent = True
+            self._wake()
+        self._listen()

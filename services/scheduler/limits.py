@@ -85,10 +85,15 @@ class Limits:
                     param=name,
                 )
         if not 1 <= sampling.n <= self.max_num_seqs:
-            raise RequestError(f"n is {sampling.n}, outside 1..{self.max_num_seqs}", code="invalid_value", param="n")
+            raise RequestError(
+                f"n is {sampling.n}, outside 1..{self.max_num_seqs} (max_num_seqs of this server)",
+                code="invalid_value",
+                param="n",
+            )
         if sampling.best_of and not sampling.n <= sampling.best_of <= self.max_num_seqs:
             raise RequestError(
-                f"best_of is {sampling.best_of}, outside n..{self.max_num_seqs} (n is {sampling.n})",
+                f"best_of is {sampling.best_of}, outside n..{self.max_num_seqs} (n is {sampling.n}, the end is "
+                "max_num_seqs of this server)",
                 code="invalid_value",
                 param="best_of",
             )

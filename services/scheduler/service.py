@@ -248,6 +248,7 @@ class SchedulerService:
                 eos_ids=memory.eos_ids,
                 model_digest=memory.model_digest,
                 model_name=memory.model_name,
+                defaults=memory.defaults,
             ),
         )
         if peer.identity.role == "gateway":

@@ -162,7 +162,8 @@ def _row_rules(sequence: Sequence) -> RowRules | None:
     """As in ``NewRow``. Its feed is all that the sequence has: nobody enters while a token of theirs is in flight."""
     request = sequence.request
     rules, prompt_logprobs = request.sampling.rules, request.missing_prompt_logprobs
-    if rules is None and prompt_logprobs < 0:
+    logprob_ids = request.sampling.logprob_token_ids
+    if rules is None and prompt_logprobs < 0 and not logprob_ids:
         return None
     rules = rules or LogitRules()
     looked_at = rules.has_penalties or prompt_logprobs >= 0 or any(len(word) > 1 for word in rules.bad_words)
@@ -172,4 +173,5 @@ def _row_rules(sequence: Sequence) -> RowRules | None:
         stop_ids=sorted(request.stop_ids) if rules.min_tokens else [],
         rules=rules,
         prompt_logprobs=prompt_logprobs,
+        logprob_ids=logprob_ids,
     )

@@ -92,9 +92,12 @@ class Encoder:
             raise RequestError(f"{param} is empty: it has no tokens", param=param)
         if len(ids) + (wanted or 1) > limits.max_model_len:
             raise _too_long(len(ids), wanted, limits.max_model_len, param)
+        if wanted is None:
+            wanted = limits.max_model_len - len(ids)
+            wanted = min(wanted, limits.defaults.max_tokens or wanted)
         return Prompt(
             ids,
-            limits.max_model_len - len(ids) if wanted is None else wanted,
+            wanted,
             StopStrings(message.stop) if message.stop else None,
             self._bad_words(message.bad_words, limits.vocab_size),
             self._prompt_text(message, ids) if message.echo else "",

@@ -270,6 +270,7 @@ class Service:
                 limits.eos_ids,
                 limits.model_digest,
                 limits.model_name,
+                limits.defaults,
             ),
         )
 

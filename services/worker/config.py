@@ -31,6 +31,10 @@ class WorkerConfig:
         "host memory for KV of preempted requests, with a suffix such as 4GiB; never more than the device's KV",
         size=True,
     )
+    generation_config: str = option(
+        "auto", "sampling defaults: 'auto' the model's generation_config.json, 'vllm' neutral ones, or a file or folder"
+    )
+    override_generation_config: str = option("", 'JSON that replaces some of them, such as {"temperature": 0.6}')
     threads: int = option(0, "compute threads; 0: the cgroup's quota and affinity", minimum=0, maximum=1024)
     download_dir: str = option("", "where models are kept; default: the user's cache")
     null_step_ms: float = option(0.0, "time a step of the null worker takes", minimum=0)

@@ -30,6 +30,7 @@ class RuledRow:
         self.prompt_tokens = row.prompt_tokens
         self.min_length = row.prompt_tokens + row.rules.min_tokens
         self.prompt_logprobs = row.prompt_logprobs
+        self.logprob_ids = row.logprob_ids
         self.prompt = np.asarray(row.tokens[: row.prompt_tokens] if row.prompt_logprobs >= 0 else [], dtype=np.int64)
         self.stop_ids = np.asarray(row.stop_ids, dtype=np.int64)
         self.allowed = np.asarray(row.rules.allowed_token_ids, dtype=np.int64)

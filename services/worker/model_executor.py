@@ -15,6 +15,7 @@ from kernels.ops import Kernels, select
 from services.worker import machine
 from services.worker.config import WorkerConfig
 from services.worker.executor import StepOutput
+from services.worker.generation import GenerationConfig
 from services.worker.host_memory import HostMemory
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
@@ -41,6 +42,7 @@ class ModelExecutor:
         self._kernels = _kernels(self._device, config)
         files = locate(config.model, download_dir=config.download_dir, progress=True)
         model = ModelConfig.load(files.folder)
+        generation = GenerationConfig.load(files.folder, config.generation_config, config.override_generation_config)
         max_model_len = model.max_model_len(config.max_model_len)
         log.info(
             "%s: %s, %s on %s, %d threads, %s kernels",
@@ -74,11 +76,13 @@ class ModelExecutor:
             bytes_per_block=bytes_per_token * config.block_size,
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
-            eos_ids=list(model.eos_ids),
+            eos_ids=list(generation.eos_ids or model.eos_ids),
             model_digest=files.digest,
             model_name=files.name,
             dtype=_name(self._dtype),
+            defaults=generation.defaults,
         )
+        log.info("sampling where a request leaves it open: %s", generation.defaults)
         log.info(
             "KV: %d bytes per token, %d blocks of %d, %.1f requests of %d tokens fit",
             bytes_per_token,

@@ -19,8 +19,10 @@ import numpy.typing as npt
 
 from services.worker.config import WorkerConfig
 from services.worker.executor import PlanError, StepOutput
+from services.worker.generation import GenerationConfig
 from shared.codec import Int32
 from shared.models import builtin, locate
+from shared.sampling import SamplingDefaults
 from shared.wire import Logprobs, Memory, NewRow, Plan, RowRules
 
 DEFAULT_BLOCKS = 4096
@@ -59,6 +61,7 @@ class NullExecutor:
         eos_ids: Sequence[int] = DEFAULT_EOS,
         model_digest: str = "",
         model_name: str = "null",
+        defaults: SamplingDefaults | None = None,
         step_seconds: float = 0.0,
         verify: bool = False,
     ) -> None:
@@ -72,6 +75,7 @@ class NullExecutor:
             eos_ids=list(eos_ids),
             model_digest=model_digest,
             model_name=model_name,
+            defaults=defaults or SamplingDefaults(),
         )
         self._verify = verify
         self._step_seconds = step_seconds
@@ -107,10 +111,13 @@ class NullExecutor:
         """Vocabulary, EOS ids, digest and name are the MODEL's; without one, the built-in's, which is not fetched."""
         vocab_size, eos_ids = DEFAULT_VOCAB, list(DEFAULT_EOS)
         digest, name = builtin.SHA256, builtin.NAME
+        folder = None
         if config.model:
             files = locate(config.model, download_dir=config.download_dir)
-            vocab_size, eos_ids = _vocabulary(files.folder)
+            folder = files.folder
+            vocab_size, eos_ids = _vocabulary(folder)
             digest, name = files.digest, files.name
+        generation = GenerationConfig.load(folder, config.generation_config, config.override_generation_config)
         num_blocks = config.num_gpu_blocks_override or DEFAULT_BLOCKS
         return cls(
             num_blocks=num_blocks,
@@ -119,9 +126,10 @@ class NullExecutor:
             max_model_len=config.max_model_len or DEFAULT_MODEL_LEN,
             max_num_seqs=config.max_num_seqs,
             vocab_size=vocab_size,
-            eos_ids=eos_ids,
+            eos_ids=generation.eos_ids or eos_ids,
             model_digest=digest,
             model_name=name,
+            defaults=generation.defaults,
             step_seconds=config.null_step_ms / 1000,
         )
 
@@ -404,10 +412,7 @@ def _mix(values: Array64) -> Array64:
 
 
 def _vocabulary(folder: Path) -> tuple[int, list[int]]:
-    """Vocabulary size and EOS ids of a model folder; the generation config's EOS ids come before the model's."""
+    """Vocabulary size and EOS ids in the config.json of a model folder."""
     config = json.loads((folder / "config.json").read_text())
     eos = config.get("eos_token_id")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        eos = json.loads(generation.read_text()).get("eos_token_id", eos)
     return int(config["vocab_size"]), eos if isinstance(eos, list) else [] if eos is None else [eos]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import numpy as np
@@ -55,7 +55,8 @@ class Sampler:
         if not len(asked):
             return sampled, None
         places = self._upload(asked)
-        return sampled, self._logprobs(logits[places], ids[places], asked, rows.logprobs[slots[asked]])
+        named = {i: row.logprob_ids for i, row in ruled if row.logprob_ids}
+        return sampled, self._logprobs(logits[places], ids[places], asked, rows.logprobs[slots[asked]], named)
 
     def tells_of_prompts(self, step: Step) -> bool:
         return any(row.prompt_logprobs >= 0 for _, row in self._rules.among(step.chunk_slots))
@@ -73,14 +74,23 @@ class Sampler:
                 ids = self._upload(targets[at : at + PROMPT_ROWS])
                 entries, counts = np.full(len(ids), place), np.full(len(ids), row.prompt_logprobs)
                 part = logits(hidden[first + at : first + at + len(ids)])
-                _extend(found, self._logprobs(part, ids, entries, counts))
+                _extend(found, self._logprobs(part, ids, entries, counts, {}))
         return found if found.entries else None
 
-    def _logprobs(self, logits: torch.Tensor, ids: torch.Tensor, entries: Ints, counts: Ints) -> Logprobs:
-        """Of token ``ids[i]`` in row i of ``logits``, and the likeliest ``counts[i]``, of the model itself."""
+    def _logprobs(
+        self, logits: torch.Tensor, ids: torch.Tensor, entries: Ints, counts: Ints, named: Mapping[int, list[int]]
+    ) -> Logprobs:
+        """Of token ``ids[i]`` in row i of ``logits``, and the likeliest ``counts[i]``, of the model itself.
+
+        named: by entry, what is told of in place of the likeliest.
+        """
         everything = torch.log_softmax(logits.float(), dim=-1)
         sampled = everything.gather(1, ids.unsqueeze(1))
         values, tokens = everything.topk(int(counts.max()), dim=-1)
+        for row, entry in enumerate(entries.tolist() if named else ()):
+            if entry in named:
+                tokens[row, : counts[row]] = self._upload(np.asarray(named[entry], dtype=np.int64))
+                values[row] = everything[row, tokens[row]]
         wanted = torch.arange(values.shape[1]) < torch.from_numpy(counts).unsqueeze(1)
         return Logprobs(
             entries=entries.tolist(),

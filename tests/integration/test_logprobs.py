@@ -71,6 +71,25 @@ def test_logprobs_equal_transformers_for_prompts_and_outputs(oracle: tuple[Any, 
             assert int((row > row[ids[position]] + 2e-4).sum()) < rank <= int((row > row[ids[position]] - 2e-4).sum())
 
 
+def test_logprobs_of_named_tokens_equal_transformers(oracle: tuple[Any, ModelExecutor]) -> None:
+    """In the order in which they are named, beside a row that asks for the likeliest and one that asks for nothing."""
+    model, executor = oracle
+    simulation = OnModel(executor)
+    named = [300, 2, 77]
+    simulation.submit(1, PROMPTS[0], 6, ignore_eos=True, logprobs=3, logprob_token_ids=named)
+    simulation.submit(2, PROMPTS[1], 6, ignore_eos=True, logprobs=1)
+    simulation.submit(3, PROMPTS[2], 6, ignore_eos=True)
+    simulation.drain()
+    output = simulation.outputs[1, 0]
+    expected = logprobs_of(model, PROMPTS[0] + output)
+    for place, (sampled, _, ids, values) in enumerate(simulation.told[1, 0]):
+        row = expected[len(PROMPTS[0]) + place - 1]
+        assert ids == named and values == pytest.approx(row[named].tolist(), abs=1e-4)
+        assert sampled == pytest.approx(float(row[output[place]]), abs=1e-4)
+    for place, (sampled, _, ids, values) in enumerate(simulation.told[2, 0]):
+        assert ids == [simulation.outputs[2, 0][place]] and values == [sampled]
+
+
 def test_greedy_outputs_under_rules_are_transformers(oracle: tuple[Any, ModelExecutor]) -> None:
     """Penalties of prompt and output, and words that must not come, in one batch with a row without rules."""
     model, executor = oracle

@@ -18,18 +18,20 @@ from hypothesis import strategies as st
 from shared import wire
 from shared.codec import int32
 from shared.errors import WireError
-from shared.sampling import LogitRules, SamplingParams
+from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 from tests.shared.golden import GOLDEN
 
 RID = (3 << 48) | 7
 RULES = LogitRules(0.5, 0.25, 2.0, 0.5, 3, [7], [-1.5], [8, 9], [[1], [2, 3]])
-SAMPLING = SamplingParams(0.5, 0.25, 4, 0.125, 9, 16, 1, [2, 5], True, 3, True, 0.5, "never", 2, 0, RULES)
+SAMPLING = SamplingParams(0.5, 0.25, 4, 0.125, 9, 16, 1, [2, 5], True, 3, True, 0.5, "never", 2, 0, RULES, [6, 7])
+DEFAULTS = SamplingDefaults(0.5, 0.25, 20, 0.125, 2.0, 0.5, -0.5, 64)
 
 MESSAGES: list[wire.Message] = [
     wire.Hello(
-        1, "worker", 1, 77, "ipc:///a", 3, 42, wire.Memory(100, 0, 16, 4096, 2048, 300, [0, 2], "d1", "m1", "float32")
+        1, "worker", 1, 77, "ipc:///a", 3, 42,
+        wire.Memory(100, 0, 16, 4096, 2048, 300, [0, 2], "d1", "m1", "float32", DEFAULTS),
     ),
-    wire.Welcome(77, 3, 16, 100, 2048, 300, [0, 2], "d1", "m1"),
+    wire.Welcome(77, 3, 16, 100, 2048, 300, [0, 2], "d1", "m1", DEFAULTS),
     wire.HelloRequired(77),
     wire.Heartbeat(77, 12, 0.5, {"vllm:a": ["counter", "help", [], [[[], 1.0]]]}),
     wire.Goodbye("done"),
@@ -62,7 +64,7 @@ MESSAGES: list[wire.Message] = [
     wire.Reply(1, 200, ["x"], 3),
     wire.Plan(
         4, 77, 88, False, 1,
-        [wire.NewRow(2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2, wire.RowRules(2, [1, 2, 3], [0], RULES, 1))],
+        [wire.NewRow(2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2, wire.RowRules(2, [1, 2, 3], [0], RULES, 1, [4]))],
         [2], [0], [3], [[2]], [2], [1], [5], [6],
         [7],
         int32([1, 2, 3]), int32([33]), int32([1]), int32([34]), int32([1, 2]), int32([3, 4]), int32([5, 6]),

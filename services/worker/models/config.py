@@ -73,7 +73,7 @@ class ModelConfig:
             out_bias=bias,
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             qk_norm=architecture == "Qwen3ForCausalLM",
-            eos_ids=_eos_ids(folder, config),
+            eos_ids=_eos_ids(config),
         )
 
     def max_model_len(self, wanted: int | None) -> int:
@@ -139,10 +139,6 @@ def _windows(architecture: str, config: Any) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _eos_ids(folder: Path, config: Any) -> tuple[int, ...]:
-    generation = _read_json(folder / "generation_config.json") or {}
-    for eos in (generation.get("eos_token_id"), config.eos_token_id):
-        if eos is not None:
-            ids: list[int] = eos if isinstance(eos, list) else [eos]
-            return tuple(ids)
-    return ()
+def _eos_ids(config: Any) -> tuple[int, ...]:
+    eos = config.eos_token_id
+    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)

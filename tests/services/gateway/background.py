@@ -81,15 +81,19 @@ class Streamed:
 
 
 def parsed(pieces: Iterator[str]) -> Iterator[Any]:
-    """The events of an SSE body, each of them ``data: ...`` and an empty line and nothing else."""
+    """The events of an SSE body, each of them ``data: ...`` and an empty line, and the comments that keep it alive."""
     pending = ""
     for piece in pieces:
         pending += piece
         while "\n\n" in pending:
             one, pending = pending.split("\n\n", 1)
+            if one == KEEP_ALIVE:
+                yield one
+                continue
             assert one.startswith("data: ") and "\n" not in one, one
             yield "[DONE]" if one == "data: [DONE]" else orjson.loads(one.removeprefix("data: "))
     assert not pending, pending
 
 
+KEEP_ALIVE = ": keep-alive"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -25,6 +25,7 @@ import zmq
 
 from shared.codec import int32
 from shared.ids import new_epoch
+from shared.sampling import SamplingDefaults
 from shared.wire import (
     PROTOCOL_VERSION,
     Accept,
@@ -54,6 +55,7 @@ class Peer:
 
     def __init__(self, address: str, answer: Callable[[Peer, bytes, Any], None] | None = None) -> None:
         self.address = address
+        self.defaults = SamplingDefaults()
         self.epoch = new_epoch()
         self.hellos: list[Hello] = []
         self.clients: list[bytes] = []
@@ -123,7 +125,7 @@ class Peer:
                 self.clients.append(client)
             number = message.client_number or 7
             limits = (16, 100, MAX_MODEL_LEN, VOCAB_SIZE, [2])
-            self.send(client, Welcome(self.epoch, number, *limits, "digest", "a/toy model"))
+            self.send(client, Welcome(self.epoch, number, *limits, "digest", "a/toy model", self.defaults))
             self.welcomed(client)
         elif isinstance(message, Heartbeat):
             self.send(client, Heartbeat(self.epoch, 0, 0.0))

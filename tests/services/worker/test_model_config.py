@@ -25,10 +25,8 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def load(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+def load(folder: Path, config: dict[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
     return ModelConfig.load(folder)
 
 
@@ -84,12 +82,9 @@ def test_rope_in_old_and_new_files(tmp_path: Path, rope: dict[str, Any]) -> None
     assert config.max_model_len(None) == 4096
 
 
-@pytest.mark.parametrize(
-    ("eos", "generation", "ids"),
-    [(7, None, (7,)), ([7, 8], None, (7, 8)), (7, {"eos_token_id": [9, 7]}, (9, 7)), (7, {}, (7,)), (None, None, ())],
-)
-def test_eos_ids(tmp_path: Path, eos: Any, generation: dict[str, Any] | None, ids: tuple[int, ...]) -> None:
-    assert load(tmp_path, LLAMA | {"eos_token_id": eos}, generation).eos_ids == ids
+@pytest.mark.parametrize(("eos", "ids"), [(7, (7,)), ([7, 8], (7, 8)), (None, ())])
+def test_eos_ids(tmp_path: Path, eos: Any, ids: tuple[int, ...]) -> None:
+    assert load(tmp_path, LLAMA | {"eos_token_id": eos}).eos_ids == ids
 
 
 def test_max_model_len_above_the_limit_names_both(tmp_path: Path) -> None:

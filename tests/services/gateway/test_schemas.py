@@ -1,0 +1,93 @@
+"""Requests as the sampling parameters that leave the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from services.gateway.schemas import ChatRequest, CompletionRequest, Limits, validate
+from shared.errors import RequestError
+from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
+
+LIMITS = Limits(vocab_size=100, max_model_len=512)
+DEFAULTS = SamplingDefaults(0.6, 0.95, 20, 0.05, 1.1, 0.5, -0.5, 64)
+
+
+def completion(limits: Limits = LIMITS, **body: Any) -> SamplingParams:
+    asked = validate(CompletionRequest, {"prompt": "a", "seed": 1, **body}, limits)
+    asked.check()
+    return asked.sampling(limits)
+
+
+def chat(limits: Limits = LIMITS, **body: Any) -> SamplingParams:
+    messages = [{"role": "user", "content": "a"}]
+    asked = validate(ChatRequest, {"messages": messages, "seed": 1, **body}, limits)
+    asked.check()
+    return asked.sampling(limits)
+
+
+def test_the_models_defaults_stand_for_fields_that_are_left_out() -> None:
+    limits = replace(LIMITS, defaults=DEFAULTS)
+    found = completion(limits)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.95, 20, 0.05)
+    assert found.rules == LogitRules(presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.1)
+    assert found.max_tokens == 16  # OpenAI's default of this endpoint, which vLLM keeps too
+    assert chat(limits).max_tokens is None  # the tokenizer, which knows what room there is, fills it in
+
+
+def test_a_request_overrides_each_default_also_with_a_neutral_value() -> None:
+    given = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    found = completion(replace(LIMITS, defaults=DEFAULTS), **given)
+    assert found == completion(**given) and found.rules is None and found.temperature == 0
+
+
+def test_null_is_left_out() -> None:
+    limits = replace(LIMITS, defaults=DEFAULTS)
+    assert completion(limits, **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"))) == completion(limits)
+
+
+def test_a_beam_search_knows_no_defaults_of_sampling() -> None:
+    limits = replace(LIMITS, defaults=DEFAULTS)
+    assert completion(limits, use_beam_search=True, n=2) == completion(use_beam_search=True, n=2)
+
+
+def test_without_defaults_sampling_is_neutral() -> None:
+    assert asdict(completion()) == asdict(SamplingParams(seed=1, max_tokens=16))
+
+
+def test_logprobs_of_named_tokens() -> None:
+    assert (completion(logprob_token_ids=[5, 7]).logprobs, chat(logprob_token_ids=[5]).logprobs) == (2, 1)
+    assert completion(logprob_token_ids=[5, 7], logprobs=2).logprob_token_ids == [5, 7]
+    assert chat(logprob_token_ids=[5, 7], logprobs=True).logprobs == 2
+    echoed = completion(logprob_token_ids=[5, 7], echo=True)
+    assert (echoed.logprobs, echoed.prompt_logprobs) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"logprob_token_ids": []}, "a list of 1 to 128 token ids"),
+        ({"logprob_token_ids": [1] * 129}, "a list of 1 to 128 token ids, got a list of 129"),
+        ({"logprob_token_ids": [4, 4]}, "holds a token id twice"),
+        # sglang PR 28088: out-of-vocabulary ids of token_ids_logprob killed the engine
+        ({"logprob_token_ids": [100]}, r"item \[0\] is token id 100, outside the vocabulary of 100"),
+        (
+            {"logprob_token_ids": [1, 2], "logprobs": 5},
+            "2 ids are told of in place of the likeliest tokens, of which 5",
+        ),
+    ],
+)
+def test_named_tokens_that_cannot_be(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        completion(**body)
+    assert caught.value.param == "logprob_token_ids" and caught.value.status == 400
