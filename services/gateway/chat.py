@@ -43,4 +43,7 @@ class Chat(Shape[ChatRequest]):
         return {"message": message, "logprobs": self._logprobs(asked, delta), **finish_of(asked, delta), **ids}
 
     def _logprobs(self, asked: ChatRequest, delta: Delta) -> dict[str, Any] | None:
-        return logprobs.of_chat(delta.logprobs, asked.output_logprobs) if asked.output_logprobs >= 0 else None
+        if asked.output_logprobs < 0:
+            return None
+        as_ids = bool(asked.return_tokens_as_token_ids)
+        return logprobs.of_chat(delta.logprobs, asked.output_logprobs, as_ids=as_ids)

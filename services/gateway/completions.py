@@ -45,12 +45,13 @@ class Completions(Shape[CompletionRequest]):
         return {"text": text, "logprobs": self._logprobs(asked, request, delta), **finish_of(asked, delta), **ids}
 
     def _logprobs(self, asked: CompletionRequest, request: Request, delta: Delta) -> dict[str, Any] | None:
-        top = asked.output_logprobs
+        top, as_ids = asked.output_logprobs, bool(asked.return_tokens_as_token_ids)
         if top < 0:
             return None
         echoed = request.prompt_logprobs if asked.echo and delta.first else []
-        prompt = logprobs.of_completion(echoed, top, 0)
-        output = logprobs.of_completion(delta.logprobs, top, len(request.prompt) if asked.echo else 0)
+        shift = len(request.prompt) if asked.echo else 0
+        prompt = logprobs.of_completion(echoed, top, 0, as_ids=as_ids)
+        output = logprobs.of_completion(delta.logprobs, top, shift, as_ids=as_ids)
         return {name: prompt[name] + output[name] for name in prompt}
 
     def whole(self, asked: CompletionRequest, request: Request, delta: Delta) -> dict[str, Any]:

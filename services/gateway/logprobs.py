@@ -19,22 +19,34 @@ def spelled(text: bytes, prefix: str = "") -> str:
         return prefix + "".join(f"\\x{byte:02x}" for byte in text)
 
 
-def of_chat(tokens: Sequence[TokenLogprob], top: int) -> dict[str, Any]:
+def of_chat(tokens: Sequence[TokenLogprob], top: int, *, as_ids: bool = False) -> dict[str, Any]:
+    """as_ids: tokens are told as ``token_id:5``, which no two share."""
+
+    def told(one: TokenLogprob | Candidate) -> dict[str, Any]:
+        token = _numbered(one) if as_ids else spelled(one.text)
+        return {"token": token, "logprob": _finite(one.logprob), "bytes": list(one.text)}
+
     return {
-        "content": [
-            {**_chat_token(one.text, one.logprob), "top_logprobs": [_candidate(other) for other in one.top[:top]]}
-            for one in tokens
-        ],
+        "content": [{**told(one), "top_logprobs": [told(other) for other in one.top[:top]]} for one in tokens],
         "refusal": None,
     }
 
 
-def of_completion(tokens: Sequence[TokenLogprob], top: int, shift: int) -> dict[str, Any]:
-    """shift: characters before the output that the tokens are of."""
+def of_completion(tokens: Sequence[TokenLogprob], top: int, shift: int, *, as_ids: bool = False) -> dict[str, Any]:
+    """shift: characters before the output that the tokens are of. as_ids: as in ``of_chat``."""
+
+    def name(one: TokenLogprob | Candidate) -> str:
+        return _numbered(one) if as_ids else spelled(one.text, "bytes:")
+
+    def likeliest(token: TokenLogprob) -> dict[str, float | None] | None:
+        if token.logprob is None:
+            return None
+        return {**{name(one): _finite(one.logprob) for one in token.top[:top]}, name(token): _finite(token.logprob)}
+
     return {
-        "tokens": [spelled(one.text, "bytes:") for one in tokens],
+        "tokens": [name(one) for one in tokens],
         "token_logprobs": [_finite(one.logprob) for one in tokens],
-        "top_logprobs": [_by_spelling(one, top) for one in tokens],
+        "top_logprobs": [likeliest(one) for one in tokens],
         "text_offset": [shift + one.offset for one in tokens],
     }
 
@@ -57,19 +69,8 @@ def of_prompt(tokens: Sequence[TokenLogprob], top: int) -> list[dict[str, Any] |
     return found
 
 
-def _by_spelling(token: TokenLogprob, top: int) -> dict[str, float | None] | None:
-    if token.logprob is None:
-        return None
-    shown = {spelled(one.text, "bytes:"): _finite(one.logprob) for one in token.top[:top]}
-    return {**shown, spelled(token.text, "bytes:"): _finite(token.logprob)}
-
-
-def _chat_token(text: bytes, logprob: float | None) -> dict[str, Any]:
-    return {"token": spelled(text), "logprob": _finite(logprob), "bytes": list(text)}
-
-
-def _candidate(one: Candidate) -> dict[str, Any]:
-    return _chat_token(one.text, one.logprob)
+def _numbered(one: TokenLogprob | Candidate) -> str:
+    return f"token_id:{one.id}"
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -267,6 +267,7 @@ class GenerationRequest(Model):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     timeout: float | None = Field(None, gt=0, le=86400)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
@@ -314,8 +315,8 @@ class GenerationRequest(Model):
             raise RequestError(message, code="invalid_value", param="min_tokens")
         if self.logprob_token_ids is not None and self.top_wanted not in (-1, 0, len(self.logprob_token_ids)):
             raise RequestError(
-                f"logprob_token_ids: {len(self.logprob_token_ids)} ids are told of in place of the likeliest tokens, of "
-                f"which {self.top_wanted} are asked for",
+                f"logprob_token_ids: {len(self.logprob_token_ids)} ids take the place of the likeliest tokens, "
+                f"of which {self.top_wanted} are asked for",
                 code="invalid_value",
                 param="logprob_token_ids",
             )

@@ -83,7 +83,7 @@ def test_logprobs_of_named_tokens() -> None:
         ({"logprob_token_ids": [100]}, r"item \[0\] is token id 100, outside the vocabulary of 100"),
         (
             {"logprob_token_ids": [1, 2], "logprobs": 5},
-            "2 ids are told of in place of the likeliest tokens, of which 5",
+            "2 ids take the place of the likeliest tokens, of which 5",
         ),
     ],
 )
