@@ -38,7 +38,7 @@ serve: $(VENV)/.installed
 
 test: $(VENV)/.tested lint
 	$(BIN)/quire fetch
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff format --check .

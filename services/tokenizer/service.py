@@ -348,7 +348,8 @@ def _other_model(welcome: Welcome, files: ModelFiles, connect: str) -> str:
 def _free_address(endpoint: Endpoint, identity: Identity) -> str:
     if endpoint.is_tcp:
         return "tcp://*:0"
-    return f"{endpoint.base}/tokenizer-{identity.index}-{identity.incarnation}"
+    # Short: a socket's whole path may have 107 bytes, and the directory is the operator's.
+    return f"{endpoint.base}/t{identity.index}-{identity.incarnation[:8]}"
 
 
 def _remove_socket_file(address: str) -> None:

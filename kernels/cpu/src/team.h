@@ -1,8 +1,10 @@
 // The threads of one call: they share loops and meet at barriers, in one OpenMP region from beginning to end.
 //
 // A thread that waits spins for some microseconds, which is how far apart threads reach a barrier while each has a core
-// of its own, and then sleeps: a server's other processes need the cores too. Loops hand out their items one by one, so
-// a thread that loses its core for a while delays no more than the item it holds.
+// of its own, then offers its core to a server's other processes at every look, and sleeps only after about half a
+// millisecond: waking a sleeper costs tens of microseconds (more in a virtual machine, whose idle core has to be brought
+// back), and a step has hundreds of barriers. Loops hand out their items one by one, so a thread that loses its core for
+// a while delays no more than the item it holds.
 #pragma once
 #include <immintrin.h>
 #include <omp.h>
@@ -10,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <thread>
 
 namespace quire {
 
@@ -58,11 +61,15 @@ class Team {
       if (shared_.phase.load(std::memory_order_acquire) != phase) return;
       _mm_pause();
     }
+    for (int yielded = 0; yielded < kYields; ++yielded) {
+      if (shared_.phase.load(std::memory_order_acquire) != phase) return;
+      std::this_thread::yield();
+    }
     shared_.phase.wait(phase, std::memory_order_acquire);
   }
 
  private:
-  static constexpr int kSpins = 2000;
+  static constexpr int kSpins = 2000, kYields = 500;
 
   struct Shared {
     alignas(64) std::atomic<int64_t> next = 0;

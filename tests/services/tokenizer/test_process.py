@@ -123,7 +123,7 @@ def prompt(text: str, rid: int = RID, **more: object) -> SubmitText:
 
 def test_a_whole_request(stage: Stage, library: Library) -> None:
     assert stage.hello.role == "tokenizer"
-    assert stage.hello.address.startswith(f"{stage.base}/tokenizer-0-")
+    assert stage.hello.address.startswith(f"{stage.base}/t0-")
     assert (stage.welcome.max_model_len, stage.welcome.eos_ids, stage.welcome.client_number) == (64, [1], 3)
     submitted = stage.accept(prompt("The capital", return_token_ids=True, stop=["never"]))
     assert submitted.prompt_ids.tolist() == library.encode("The capital").ids
@@ -305,7 +305,7 @@ def test_sigterm_waits_for_open_requests(stage: Stage) -> None:
     assert stage.gateway.receive(Text).done[0].rid == RID
     assert stage.scheduler.receive(Goodbye)
     assert stage.process.wait() == 0
-    assert not list(stage.folder.glob("tokenizer-*"))
+    assert not list(stage.folder.glob("t0-*"))
 
 
 def test_sigint_ends_open_streams_with_an_error(stage: Stage) -> None:
@@ -315,7 +315,7 @@ def test_sigint_ends_open_streams_with_an_error(stage: Stage) -> None:
     ended = stage.gateway.receive(Text)
     assert (ended.finished[0].reason, ended.finished[0].message) == ("error", "the server is shutting down")
     assert stage.scheduler.receive(Goodbye)
-    assert not list(stage.folder.glob("tokenizer-*"))
+    assert not list(stage.folder.glob("t0-*"))
 
 
 def test_a_launcher_gives_its_reason_to_open_streams(model: Path, tmp_path: Path) -> None:
