@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernels.triton as ops
+from kernels.triton import tiles
 from kernels.triton.attention import FEW_ROWS
 
 _HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
@@ -136,12 +137,14 @@ def recorded(target: Target) -> Iterator[list[Launch]]:
     before = triton.knobs.runtime.jit_cache_hook
     driver = triton.runtime.driver._active  # not .active, which looks for a device and raises where there is none
     triton.runtime.driver.set_active(_Driver(target))
+    tiles.backend.cache_clear()
     triton.knobs.runtime.jit_cache_hook = catch
     try:
         yield launches
     finally:
         triton.knobs.runtime.jit_cache_hook = before
         triton.runtime.driver.set_active(driver)
+        tiles.backend.cache_clear()
 
 
 def cases() -> Iterator[Case]:

@@ -50,6 +50,15 @@ class Backend(Protocol):
         self, kvs: Sequence[torch.Tensor], sources: torch.Tensor, destinations: torch.Tensor, /
     ) -> None: ...
 
+    def swap_blocks(
+        self,
+        source_kvs: Sequence[torch.Tensor],
+        target_kvs: Sequence[torch.Tensor],
+        sources: torch.Tensor,
+        destinations: torch.Tensor,
+        /,
+    ) -> None: ...
+
     def paged_decode(
         self,
         q: torch.Tensor,
@@ -116,7 +125,7 @@ def select(device: torch.device, backend: str = "auto", quantization: str = "non
             raise UnavailableError(f"the Triton kernels do not run on {device} (but interpreted: TRITON_INTERPRET=1)")
         from kernels import triton
 
-        return Kernels("triton", triton)
+        return Kernels("triton", triton, check_kv=triton.check_kv)
     if device.type != "cpu":
         raise UnavailableError(f"the CPU kernels do not run on {device}")
     from kernels.cpu import load
@@ -149,8 +158,11 @@ class Kernels:
         backend: Backend,
         linear: Callable[[torch.Tensor, torch.Tensor | None], Linear] = torch_linear,
         decoder: Callable[[DecoderParts], FusedDecoder | None] = lambda _: None,
+        check_kv: Callable[[int, int], None] = lambda block_size, head_dim: None,
     ) -> None:
         self.name = name
+        self.check_kv = check_kv
+        """Raises UnavailableError when the attention kernels do not take KV of this block size and head size."""
         self.decoder = decoder
         """The whole forward pass of a decoder in one call, None where there is no such thing."""
         self._backend = backend
@@ -207,10 +219,29 @@ class Kernels:
 
         Destinations must differ from each other and from all sources.
         """
-        _dtype("sources", sources, torch.int64)
-        _dtype("destinations", destinations, torch.int64)
-        _shape("destinations", destinations, sources.shape)
+        _pairs(sources, destinations)
         self._backend.copy_blocks(kvs, sources, destinations)
+
+    def swap_blocks(
+        self,
+        source_kvs: Sequence[torch.Tensor],
+        target_kvs: Sequence[torch.Tensor],
+        sources: torch.Tensor,
+        destinations: torch.Tensor,
+    ) -> None:
+        """Copies block ``sources[i]`` of every layer of one memory over block ``destinations[i]`` of another.
+
+        sources and destinations: [P] int64 on the host; destinations must differ. The memories may have different
+        numbers of blocks and lie on different devices; host memory is pinned then, or copies wait for each other.
+        """
+        _pairs(sources, destinations)
+        if len(source_kvs) != len(target_kvs):
+            raise ValueError(f"target_kvs has {len(target_kvs)} layers, not {len(source_kvs)}")
+        for source, target in zip(source_kvs, target_kvs, strict=True):
+            _kv(source)
+            _shape("target", target, (len(target), *source.shape[1:]))
+            _dtype("target", target, source.dtype)
+        self._backend.swap_blocks(source_kvs, target_kvs, sources, destinations)
 
     def paged_decode(
         self,
@@ -324,6 +355,8 @@ def _attention(q: torch.Tensor, kv: torch.Tensor, block_table: torch.Tensor, seq
         raise ValueError(f"block_table has shape {tuple(block_table.shape)}, not ({len(seq_lens)}, max_blocks)")
     if q.dim() != 3 or q.shape[1] % kv.shape[2]:
         raise ValueError(f"q has shape {tuple(q.shape)}: heads must be a multiple of the {kv.shape[2]} of kv")
+    if q.stride(2) != 1:
+        raise ValueError(f"q has stride {q.stride(2)} within a head, not 1")
 
 
 def _rotary(cos_sin: torch.Tensor, positions: torch.Tensor, x: torch.Tensor) -> None:
@@ -338,6 +371,12 @@ def _kv(kv: torch.Tensor) -> None:
         raise ValueError(
             f"kv has shape {tuple(kv.shape)}, not a contiguous (blocks, 2, kv_heads, block_size, head_dim)"
         )
+
+
+def _pairs(sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    _indices("sources", sources, torch.int64)
+    _indices("destinations", destinations, torch.int64)
+    _shape("destinations", destinations, sources.shape)
 
 
 def _shape(name: str, tensor: torch.Tensor, wanted: tuple[int, ...] | torch.Size) -> None:

@@ -46,15 +46,18 @@ class CpuKernels:
         return None
 
     def copy_blocks(self, kvs: Sequence[torch.Tensor], sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        sources, destinations = sources.contiguous(), destinations.contiguous()
         for kv in kvs:
             self._copy(kv, kv, sources, destinations)
 
     def swap_blocks(
-        self, source: torch.Tensor, target: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor
+        self,
+        source_kvs: Sequence[torch.Tensor],
+        target_kvs: Sequence[torch.Tensor],
+        sources: torch.Tensor,
+        destinations: torch.Tensor,
     ) -> None:
-        """Copies block ``sources[i]`` of one KV memory over block ``destinations[i]`` of another of the same shape."""
-        self._copy(source, target, sources.contiguous(), destinations.contiguous())
+        for source, target in zip(source_kvs, target_kvs, strict=True):
+            self._copy(source, target, sources, destinations)
 
     def paged_decode(
         self,

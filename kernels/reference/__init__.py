@@ -2,7 +2,7 @@
 
 from kernels.reference.attention import paged_decode, paged_prefill
 from kernels.reference.fused import add_rms_norm, rms_norm, rope, silu_mul
-from kernels.reference.memory import copy_blocks, rope_store, store_kv
+from kernels.reference.memory import copy_blocks, rope_store, store_kv, swap_blocks
 from kernels.reference.sampling import sample
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "sample",
     "silu_mul",
     "store_kv",
+    "swap_blocks",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -31,3 +31,25 @@ def rope_store(
 def copy_blocks(kvs: Sequence[torch.Tensor], sources: torch.Tensor, destinations: torch.Tensor) -> None:
     for kv in kvs:
         kv.index_copy_(0, destinations, kv.index_select(0, sources))
+
+
+def runs(sources: Sequence[int], destinations: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(source, destination, count) of the maximal runs in which both are consecutive."""
+    begin = 0
+    for i in range(1, len(sources) + 1):
+        together = i < len(sources) and sources[i] == sources[i - 1] + 1 and destinations[i] == destinations[i - 1] + 1
+        if not together:
+            yield sources[begin], destinations[begin], i - begin
+            begin = i
+
+
+def swap_blocks(
+    source_kvs: Sequence[torch.Tensor],
+    target_kvs: Sequence[torch.Tensor],
+    sources: torch.Tensor,
+    destinations: torch.Tensor,
+) -> None:
+    """Consecutive blocks go as one copy, between any two devices; queued, not waited for, where one is a GPU."""
+    for source, destination, count in runs(sources.tolist(), destinations.tolist()):
+        for source_kv, target_kv in zip(source_kvs, target_kvs, strict=True):
+            target_kv[destination : destination + count].copy_(source_kv[source : source + count], non_blocking=True)

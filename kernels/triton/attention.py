@@ -395,7 +395,7 @@ def paged_decode(
     copies of the result.
     """
     seqs, heads, head_dim = q.shape
-    kv_heads, block_size = _check(q, kv)
+    kv_heads, block_size = kv.shape[2:4]
     out = torch.empty((seqs, heads, head_dim), dtype=q.dtype, device=q.device)
     if not seqs:
         return out
@@ -438,7 +438,7 @@ def paged_prefill(
     as they are.
     """
     tokens, heads, head_dim = q.shape
-    kv_heads, block_size = _check(q, kv)
+    kv_heads, block_size = kv.shape[2:4]
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     seqs, group = len(seq_lens), heads // kv_heads
     if not tokens or not seqs:
@@ -461,18 +461,6 @@ def paged_prefill(
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
-
-
-def _check(q: torch.Tensor, kv: torch.Tensor) -> tuple[int, int]:
-    """KV heads and block size. Raises ValueError where only these kernels are particular."""
-    _, _, kv_heads, block_size, head_dim = kv.shape
-    if block_size not in (16, 32, 64, 128):
-        raise ValueError(f"block_size {block_size}: the Triton kernels take 16, 32, 64 or 128")
-    if head_dim > 256:
-        raise ValueError(f"head_dim {head_dim}: the Triton kernels take up to 256")
-    if q.stride(2) != 1 or kv.stride(4) != 1:
-        raise ValueError("q and kv must be contiguous in their last dimension")
-    return kv_heads, block_size
 
 
 def _head_pad(head_dim: int) -> int:

@@ -8,7 +8,7 @@ that is a bug that some request has waited for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,14 +73,18 @@ def warm_up(shapes: Shapes, kv: torch.Tensor, windows: Iterable[int] = (0,)) -> 
         paged_prefill(q, kv, table, bounds, lens, 1.0, window, shapes.softcap)
     copy_blocks([kv], torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64, device=device))
     real, whole = torch.ones(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-    sample(torch.zeros(2, shapes.vocab, dtype=dtype, device=device), real, whole, real, real, whole, whole)
+    for logits_dtype in {dtype, torch.float32}:  # rules on logits make them float32
+        logits = torch.zeros(2, shapes.vocab, dtype=logits_dtype, device=device)
+        sample(logits, real, whole, real, real, whole, whole)
 
 
 class CompileWatch:
-    """Logs and counts compiles from its start on, ``count`` of them. One a process: Triton has one hook."""
+    """Counts compiles from its start on, and calls ``told`` at each; the first is logged. One a process: Triton has one
+    hook."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
         self.count = 0
+        self._told = told
 
     def start(self) -> None:
         knobs.runtime.jit_post_compile_hook = self._compiled
@@ -90,4 +94,6 @@ class CompileWatch:
 
     def _compiled(self, *, fn: Any, **_: Any) -> None:
         self.count += 1
-        log.warning("%s was compiled while serving; the warm-up lacks a form of it", fn.name)
+        self._told()
+        if self.count == 1:
+            log.warning("%s was compiled while serving; the warm-up lacks a form of it", fn.name)

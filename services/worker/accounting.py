@@ -28,8 +28,7 @@ def account(
 ) -> Iterator[str]:
     """Lines of a table. Times are milliseconds: the least of a step and of the floor, the median of a step, and the
     medians of parts. The floor is every linear layer alone, called one by one after each step."""
-    decoder = executor.decoder
-    flops, bandwidth = _peak_flops(decoder), _peak_bandwidth()
+    flops, bandwidth = _peak_flops(executor), _peak_bandwidth(executor)
     yield f"peaks: {flops / 1e9:.0f} GFLOP/s in a linear layer of 512 rows, {bandwidth / 1e9:.1f} GB/s read"
     yield HEADER
     for batch in batches:
@@ -75,9 +74,7 @@ class _Bench:
         for name in PARTS:
             self._parts[name].append(timings.get(name, 0.0))
         self._parts["python"].append(wall - sum(timings.get(name, 0.0) for name in PARTS))
-        begin = time.perf_counter()
-        self._floor_call()
-        self._floors.append(time.perf_counter() - begin)
+        self._floors.append(_seconds(self._floor_call, self._executor))
 
     def line(self, name: str, context: int, peak_flops: float, peak_bandwidth: float) -> str:
         wall, floor = min(self._walls), min(self._floors)
@@ -119,10 +116,10 @@ def _prompts(executor: ModelExecutor, slots: Sequence[int], tokens: int, capacit
 
 def _products(decoder: Decoder, rows: int, samples: int) -> Callable[[], None]:
     """A call of every linear layer as a step of ``rows`` tokens makes it, and of nothing else."""
-    config, dtype = decoder.config, decoder.embedding.dtype
-    hidden = torch.randn(rows, config.hidden_size, dtype=dtype)
-    attended = torch.randn(rows, config.num_heads * config.head_dim, dtype=dtype)
-    inner = torch.randn(rows, config.intermediate_size, dtype=dtype)
+    config = decoder.config
+    hidden = _random(decoder, rows, config.hidden_size)
+    attended = _random(decoder, rows, config.num_heads * config.head_dim)
+    inner = _random(decoder, rows, config.intermediate_size)
     last = hidden[:samples]
 
     def call() -> None:
@@ -151,24 +148,34 @@ def _work(decoder: Decoder, rows: int, samples: int, context: int) -> tuple[floa
     return float(2 * rows * layers + 2 * samples * head + attention), float(size * (layers + head + kv))
 
 
-def _peak_flops(decoder: Decoder) -> float:
-    config = decoder.config
-    x = torch.randn(512, config.hidden_size, dtype=decoder.embedding.dtype)
-    outputs = 2 * config.intermediate_size
-    return 2 * 512 * outputs * config.hidden_size / _least(lambda: decoder.layers[0].gate_up(x))
+def _random(decoder: Decoder, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=decoder.embedding.dtype, device=decoder.embedding.device)
 
 
-def _peak_bandwidth() -> float:
-    words = torch.ones(1 << 26)
-    return words.numel() * 4 / _least(words.sum)
+def _peak_flops(executor: ModelExecutor) -> float:
+    decoder = executor.decoder
+    x = _random(decoder, 512, decoder.config.hidden_size)
+    outputs = 2 * decoder.config.intermediate_size
+    return 2 * 512 * outputs * decoder.config.hidden_size / _least(lambda: decoder.layers[0].gate_up(x), executor)
 
 
-def _least(call: Callable[[], object], seconds: float = 1.0) -> float:
+def _peak_bandwidth(executor: ModelExecutor) -> float:
+    words = torch.ones(1 << 26, device=executor.device.where)
+    return words.numel() * 4 / _least(words.sum, executor)
+
+
+def _least(call: Callable[[], object], executor: ModelExecutor, seconds: float = 1.0) -> float:
     """Seconds of the fastest of the calls that fit into some time."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
+        times.append(_seconds(call, executor))
     return min(times)
+
+
+def _seconds(call: Callable[[], object], executor: ModelExecutor) -> float:
+    """From the call to when the device has done what it was given."""
+    begin = time.perf_counter()
+    call()
+    executor.device.mark().wait()
+    return time.perf_counter() - begin

@@ -10,6 +10,7 @@ from services.worker.main import build_executor
 from shared import log
 from shared.config import option, parse_many
 from shared.errors import ConfigError
+from shared.metrics import Registry
 
 ABOUT = "Times the parts of a step by batch size: decode at a context, and whole prompts."
 HIDDEN = ("connect", "index", "worker", "cluster_key_file", "insecure_tcp")
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         num_gpu_blocks_override=max(batches) * per_sequence + 1,
         max_num_batched_tokens=max(config.max_num_batched_tokens, *prompts),
     )
-    executor = build_executor(config)
+    executor = build_executor(config, Registry())
     from services.worker.accounting import account  # torch must not be loaded before the executor sets threads up
     from services.worker.model_executor import ModelExecutor
 

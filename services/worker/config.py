@@ -24,6 +24,8 @@ class WorkerConfig:
     max_num_batched_tokens: int = option(2048, "tokens computed in one step", minimum=1, maximum=1 << 20)
     kv_cache_memory_bytes: int | None = option(None, "memory for KV, exactly, with a suffix such as 4GiB", size=True)
     gpu_memory_utilization: float = option(0.92, "share of GPU memory used in all", minimum=0.01, maximum=1.0)
+    enforce_eager: bool = option(False, "no CUDA graphs")
+    cudagraph_capture_sizes: list[int] = option([], "decode rows to capture CUDA graphs for; default: chosen")
     cpu_memory_utilization: float = option(0.4, "share of free memory for KV on a CPU", minimum=0.01, maximum=0.95)
     num_gpu_blocks_override: int | None = option(None, "KV blocks, exactly (block 0, the padding, included)", minimum=2)
     swap_space: int = option(

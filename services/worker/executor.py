@@ -23,6 +23,38 @@ class StepOutput:
     prompt_logprobs: Logprobs | None = None
 
 
+class Launched(Protocol):
+    """A step that has begun. Steps end in the order in which they began."""
+
+    def done(self) -> bool:
+        """Whether it has ended. Raises what went wrong on the device; so do ``wait`` and ``output``."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when it has ended; any thread may wait."""
+        ...
+
+    def output(self) -> StepOutput:
+        """Of a step that has ended; called once, by the thread that launches."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step that was over when it was launched."""
+
+    result: StepOutput
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def output(self) -> StepOutput:
+        return self.result
+
+
 class Executor(Protocol):
     """Owns weights and KV of one rank. Makes no policy: no EOS check, no allocation."""
 
@@ -31,8 +63,9 @@ class Executor(Protocol):
         """What this rank offers; constant after construction."""
         ...
 
-    def execute(self, plan: Plan) -> StepOutput:
-        """Runs one plan whole. Raises PlanError when the plan contradicts the rows it names."""
+    def launch(self, plan: Plan) -> Launched:
+        """Begins the step of a plan; the one before need not have ended. Raises PlanError when the plan contradicts the
+        rows it names."""
         ...
 
 

@@ -99,13 +99,11 @@ def free_host_memory(cgroup: Cgroup, meminfo: Path = Path("/proc/meminfo")) -> i
     return max(0, free if limit is None else min(free, limit))
 
 
-def kv_budget(config: WorkerConfig, device: torch.device, reserve: int, cgroup: Cgroup) -> int:
-    """Bytes for KV, the model being loaded: as asked, else a share of memory. reserve: bytes kept for activations."""
+def kv_budget(config: WorkerConfig, reserve: int, cgroup: Cgroup) -> int:
+    """Bytes for KV on a CPU, the model being loaded: as asked, else a share of memory. reserve: bytes kept for
+    activations."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(total * config.gpu_memory_utilization) - (total - free) - reserve
     free = free_host_memory(cgroup)
     return min(int(free * config.cpu_memory_utilization), free - reserve)
 

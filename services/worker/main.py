@@ -14,6 +14,7 @@ from shared import log, options
 from shared.config import describe, parse
 from shared.errors import ConfigError
 from shared.lifeline import Lifeline
+from shared.metrics import Registry
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,13 +39,15 @@ def main(argv: Sequence[str]) -> int:
     else:
         signal.signal(signal.SIGINT, lambda *_: end("the server is shutting down", 0))
     line.watch(lambda reason: logging.getLogger(__name__).info("the launcher ends the server: %s", reason))
-    service = WorkerService(build_executor(config), config.index, config.connect, options.security(config))
+    registry = Registry()
+    executor = build_executor(config, registry)
+    service = WorkerService(executor, config.index, config.connect, options.security(config), registry)
     ending.append(service)
     line.beat_from_thread()
     return service.run()
 
 
-def build_executor(config: WorkerConfig) -> Executor:
+def build_executor(config: WorkerConfig, registry: Registry) -> Executor:
     if config.worker == "null":
         from services.worker.null import NullExecutor
 
@@ -54,4 +57,4 @@ def build_executor(config: WorkerConfig) -> Executor:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from services.worker.model_executor import ModelExecutor
 
-    return ModelExecutor(config)
+    return ModelExecutor(config, registry)

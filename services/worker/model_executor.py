@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import torch
 
-from kernels.decoder import Batch
 from kernels.errors import UnavailableError
 from kernels.ops import Kernels, select
 from services.worker import machine
 from services.worker.config import WorkerConfig
+from services.worker.device import Cpu, Device
 from services.worker.executor import StepOutput
 from services.worker.generation import GenerationConfig
 from services.worker.host_memory import HostMemory
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
-from services.worker.rows import Ints, Limits, Rows, Step
-from services.worker.sampler import PROMPT_ROWS, Sampler
+from services.worker.rows import Limits
+from services.worker.runner import Runner, RunningStep
+from services.worker.sampler import PROMPT_ROWS
+from services.worker.trial import Trial
 from services.worker.weights import load_weights
-from shared.codec import no_ids
 from shared.errors import ConfigError
+from shared.metrics import Registry
 from shared.models import ModelFiles, locate
 from shared.wire import Memory, Plan
 
@@ -33,47 +36,52 @@ log = logging.getLogger(__name__)
 class ModelExecutor:
     """Weights, KV memory and rows of one rank. Loading happens in the constructor and raises ConfigError."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, registry: Registry | None = None) -> None:
         cgroup = machine.Cgroup()
         threads = machine.compute_threads(config.threads, cgroup)
         torch.set_num_threads(threads)
-        self._device = machine.pick_device(config.device)
-        self._dtype = machine.pick_dtype(config.dtype, self._device)
-        self._kernels = _kernels(self._device, config)
+        where = machine.pick_device(config.device)
+        self._dtype = machine.pick_dtype(config.dtype, where)
+        kernels = _kernels(where, config)
+        self.device = _device(where, config, cgroup)
         files = locate(config.model, download_dir=config.download_dir, progress=True)
         model = ModelConfig.load(files.folder)
         generation = GenerationConfig.load(files.folder, config.generation_config, config.override_generation_config)
         max_model_len = model.max_model_len(config.max_model_len)
+        _check_kv(kernels, config, model)
         log.info(
             "%s: %s, %s on %s, %d threads, %s kernels",
             files.name,
             model.architecture,
             _name(self._dtype),
-            self._device,
+            where,
             threads,
-            self._kernels.name,
+            kernels.name,
         )
-        self._decoder = self._load(model, files, max_model_len)
-        reserve = _activation_bytes(model, config.max_num_batched_tokens, self._dtype)
-        budget = machine.kv_budget(config, self._device, reserve, cgroup)
+        self._decoder = self._load(model, files, max_model_len, kernels)
+        limits = Limits(config.max_num_seqs, 0, config.block_size, max_model_len, model.vocab_size)
+        allocate = partial(self._allocate, model, config.block_size)
+        trial = Trial(self.device, kernels, self._decoder, limits, config.max_num_batched_tokens, allocate)
         bytes_per_token = 2 * model.num_kv_heads * model.head_dim * self._dtype.itemsize * model.num_layers
-        num_blocks = _num_blocks(config, budget, bytes_per_token * config.block_size, max_model_len)
-        self._check_room(num_blocks * bytes_per_token * config.block_size, cgroup)
-        self._kv = self._allocate(model, num_blocks, config.block_size)
+        bytes_per_block = bytes_per_token * config.block_size
+        num_blocks = config.num_gpu_blocks_override
+        if num_blocks is None:
+            estimate = _activation_bytes(model, config.max_num_batched_tokens, self._dtype)
+            budget = self.device.kv_budget(config, estimate, trial)
+            num_blocks = _num_blocks(config, budget, bytes_per_block, max_model_len)
         # What a larger host pool held could never come back at once.
-        host_blocks = min(config.swap_space // (bytes_per_token * config.block_size), num_blocks - 1)
-        self._check_room(host_blocks * bytes_per_token * config.block_size, cgroup)
-        self._host = HostMemory(self._kv, host_blocks)
-        limits = Limits(
-            config.max_num_seqs, num_blocks, config.block_size, max_model_len, model.vocab_size, host_blocks
-        )
-        self._rows = Rows(limits)
-        self._sampler = Sampler(self._rows, self._kernels, self._upload)
+        host_blocks = min(config.swap_space // bytes_per_block, num_blocks - 1)
+        self.device.check_room(num_blocks * bytes_per_block, host_blocks * bytes_per_block)
+        kv = allocate(num_blocks)
+        host = self._host_memory(kv, host_blocks)
+        self.device.prepare(trial, kv, _late_compiles(registry or Registry()))
+        limits = replace(limits, num_blocks=num_blocks, host_blocks=host_blocks)
+        self._runner = Runner(self.device, kernels, self._decoder, limits, kv, host)
         self._memory = Memory(
             num_blocks=num_blocks,
             host_blocks=host_blocks,
             block_size=config.block_size,
-            bytes_per_block=bytes_per_token * config.block_size,
+            bytes_per_block=bytes_per_block,
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             eos_ids=list(generation.eos_ids or model.eos_ids),
@@ -88,7 +96,7 @@ class ModelExecutor:
             bytes_per_token,
             num_blocks,
             config.block_size,
-            (num_blocks - 1) / self._rows.limits.max_blocks,
+            (num_blocks - 1) / limits.max_blocks,
             max_model_len,
         )
 
@@ -100,92 +108,51 @@ class ModelExecutor:
     def decoder(self) -> Decoder:
         return self._decoder
 
-    @torch.inference_mode()
+    def launch(self, plan: Plan) -> RunningStep:
+        return self._runner.launch(plan)
+
     def execute(self, plan: Plan) -> StepOutput:
-        begin = time.perf_counter()
-        step = self._rows.apply(plan)
-        self._sampler.change(plan)
-        timings = self._move(plan)
-        if not len(step.positions):
-            return StepOutput(no_ids(), no_ids(), timings | {"total": time.perf_counter() - begin})
-        started = time.perf_counter()
-        batch, samples = self._batch(step, plan), self._upload(step.sample_tokens)
-        prompt_logprobs = None
-        if self._sampler.tells_of_prompts(step):
-            hidden = self._decoder.forward(batch, self._kv)
-            logits, parts = self._decoder.logits(hidden[samples]), dict[str, float]()
-            prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._decoder.logits, step)
-        else:
-            logits, parts = self._decoder.step(batch, self._kv, samples)
-        forward = time.perf_counter()
-        ids, logprobs = self._sampler.sample(logits, step)
-        self._rows.last_token[step.sample_slots] = ids
-        end = time.perf_counter()
-        timings |= {"forward": forward - started, "sample": end - forward, "total": end - begin, **parts}
-        return StepOutput(step.sample_slots.astype(np.int32), ids.astype(np.int32), timings, logprobs, prompt_logprobs)
+        """Runs one plan whole."""
+        step = self._runner.launch(plan)
+        step.wait()
+        return step.output()
 
-    def _move(self, plan: Plan) -> dict[str, float]:
-        """Swaps and copies, in this order. Returns the seconds that swapping took, where there was any."""
-        timings = {}
-        for name, moves, move in (
-            ("swap_out", plan.swap_out, self._host.swap_out),
-            ("swap_in", plan.swap_in, self._host.swap_in),
-        ):
-            if len(moves):
-                begin = time.perf_counter()
-                pairs = torch.from_numpy(moves.astype(np.int64))
-                move(self._kv, pairs[::2], pairs[1::2])
-                timings[name] = time.perf_counter() - begin
-        if len(plan.copies):
-            pairs = self._upload(plan.copies.astype(np.int64))
-            self._kernels.copy_blocks(self._kv, pairs[::2], pairs[1::2])
-        return timings
-
-    def _load(self, model: ModelConfig, files: ModelFiles, max_model_len: int) -> Decoder:
+    def _load(self, model: ModelConfig, files: ModelFiles, max_model_len: int, kernels: Kernels) -> Decoder:
         begin = time.perf_counter()
-        decoder = Decoder(model, max_model_len, self._dtype, self._device, self._kernels)
+        decoder = Decoder(model, max_model_len, self._dtype, self.device.where, kernels)
         decoder.load(load_weights(files, self._dtype, progress=True))
         log.info("weights loaded in %.1f s", time.perf_counter() - begin)
         return decoder
 
-    def _check_room(self, kv_bytes: int, cgroup: machine.Cgroup) -> None:
-        """A host gives out more memory than it has and kills whoever uses it; so a size asked for is checked here."""
-        if self._device.type == "cpu" and kv_bytes > (free := machine.free_host_memory(cgroup)):
-            raise ConfigError(f"the KV blocks asked for take {kv_bytes} bytes, but {free} bytes of memory are free")
-
-    def _allocate(self, model: ModelConfig, num_blocks: int, block_size: int) -> list[torch.Tensor]:
+    def _allocate(self, model: ModelConfig, block_size: int, num_blocks: int) -> list[torch.Tensor]:
         """KV memory, one tensor a layer. Only block 0 is cleared: the rest is written before it is read."""
         shape = (num_blocks, 2, model.num_kv_heads, block_size, model.head_dim)
         try:
-            kv = [torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(model.num_layers)]
+            kv = [torch.empty(shape, dtype=self._dtype, device=self.device.where) for _ in range(model.num_layers)]
         except RuntimeError as error:  # torch.OutOfMemoryError is one too
             raise ConfigError(f"no memory for {num_blocks} KV blocks of {block_size} tokens") from error
         for layer in kv:
             layer[0].zero_()
         return kv
 
-    def _batch(self, step: Step, plan: Plan) -> Batch:
-        rows = self._rows
-        decodes = len(step.decode_slots)
-        tokens = np.concatenate([rows.last_token[step.decode_slots], plan.tokens.astype(np.int64)])
-        return Batch(
-            tokens=self._upload(tokens),
-            positions=self._upload(step.positions),
-            slot_mapping=self._upload(rows.slot_mapping(step)),
-            decode_tables=self._tables(step.decode_slots),
-            decode_lens=self._upload((step.positions[:decodes] + 1).astype(np.int32)),
-            chunk_tables=self._tables(step.chunk_slots),
-            chunk_cu_seqlens=self._upload(np.concatenate([[0], np.cumsum(step.chunk_lens)]).astype(np.int32)),
-            chunk_lens=self._upload(step.chunk_ends.astype(np.int32)),
-        )
+    def _host_memory(self, kv: list[torch.Tensor], num_blocks: int) -> HostMemory:
+        try:
+            return HostMemory(self.device, kv, num_blocks)
+        except RuntimeError as error:  # pinned memory has limits of its own
+            raise ConfigError(f"--swap-space: no memory for {num_blocks} blocks of the host: {error}") from error
 
-    def _tables(self, slots: Ints) -> torch.Tensor:
-        """The slots' block tables, as wide as the longest."""
-        width = int(self._rows.state.blocks[slots].max(initial=0))
-        return self._upload(self._rows.tables[slots, :width])
 
-    def _upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+def _device(where: torch.device, config: WorkerConfig, cgroup: machine.Cgroup) -> Device:
+    """The one place that knows what kinds of devices there are."""
+    if where.type == "cpu":
+        return Cpu(cgroup)
+    from services.worker.cuda import Cuda
+
+    return Cuda(where, config, cgroup)
+
+
+def _late_compiles(registry: Registry) -> Callable[[], None]:
+    return registry.counter("quire:worker_late_compiles", "Kernels compiled while serving.").inc
 
 
 def _kernels(device: torch.device, config: WorkerConfig) -> Kernels:
@@ -195,6 +162,13 @@ def _kernels(device: torch.device, config: WorkerConfig) -> Kernels:
         option = "attention-backend" if config.quantization == "none" else "quantization"
         value = config.attention_backend if config.quantization == "none" else config.quantization
         raise ConfigError(f"--{option} {value}: {error}") from error
+
+
+def _check_kv(kernels: Kernels, config: WorkerConfig, model: ModelConfig) -> None:
+    try:
+        kernels.check_kv(config.block_size, model.head_dim)
+    except UnavailableError as error:
+        raise ConfigError(f"the {kernels.name} kernels do not run this: {error}") from error
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -209,9 +183,7 @@ def _activation_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype) -> in
 
 
 def _num_blocks(config: WorkerConfig, budget: int, bytes_per_block: int, max_model_len: int) -> int:
-    """KV blocks, the padding included: as asked, else what the budget holds and full-length requests can use."""
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
+    """KV blocks, the padding included: what the budget holds and full-length requests can use."""
     usable = config.max_num_seqs * -(-max_model_len // config.block_size)
     blocks = min(max(budget, 0) // bytes_per_block, usable + 1)
     if blocks < 2:

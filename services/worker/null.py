@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.config import WorkerConfig
-from services.worker.executor import PlanError, StepOutput
+from services.worker.executor import Finished, PlanError, StepOutput
 from services.worker.generation import GenerationConfig
 from shared.codec import Int32
 from shared.models import builtin, locate
@@ -132,6 +132,9 @@ class NullExecutor:
             defaults=generation.defaults,
             step_seconds=config.null_step_ms / 1000,
         )
+
+    def launch(self, plan: Plan) -> Finished:
+        return Finished(self.execute(plan))
 
     def execute(self, plan: Plan) -> StepOutput:
         started = time.perf_counter()

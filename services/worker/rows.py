@@ -92,7 +92,6 @@ class Rows:
         slots = self.limits.max_num_seqs
         self.state = State.empty(slots)
         self.tables = np.zeros((slots, self.limits.max_blocks), dtype=np.int32)
-        self.last_token = np.zeros(slots, dtype=np.int64)
         self.temperature = np.zeros(slots, dtype=np.float32)
         self.top_p = np.ones(slots, dtype=np.float32)
         self.top_k = np.zeros(slots, dtype=np.int64)

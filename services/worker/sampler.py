@@ -1,15 +1,19 @@
-"""From logits to the tokens of a step, and the logprobs of those rows that want them."""
+"""From logits to the tokens of a step, and the logprobs of those rows that want them.
+
+What a step samples is fetched from the device without waiting for it: ``take`` gives it once the step is over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from kernels.ops import Kernels
-from services.worker.logit_rules import LogitRules, Upload
+from services.worker.device import Device, Mark
+from services.worker.logit_rules import LogitRules, RuledRow
 from services.worker.rows import Ints, Rows, Step
 from shared.wire import Logprobs, Plan
 
@@ -18,52 +22,108 @@ PROMPT_ROWS = 256
 """Prompt tokens whose logits are held at a time: those of a long prompt would be larger than the model."""
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedLogprobs:
+    """On their way to the host, for each of ``entries``: its token's logprob and rank, and the likeliest tokens'."""
+
+    entries: Ints
+    counts: Ints
+    sampled: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor
+    top: torch.Tensor
+
+    def take(self) -> Logprobs:
+        wanted = torch.arange(self.top.shape[1]) < torch.from_numpy(self.counts).unsqueeze(1)
+        return Logprobs(
+            entries=self.entries.tolist(),
+            sampled=self.sampled.tolist(),
+            top_counts=self.counts.tolist(),
+            top_ids=self.top_ids[wanted].tolist(),
+            top=self.top[wanted].tolist(),
+            ranks=self.ranks.tolist(),
+        )
+
+
+class Sampled:
+    """What a step has sampled: ``on_device`` [S] int64, and on its way to the host."""
+
+    def __init__(
+        self,
+        on_device: torch.Tensor,
+        ids: torch.Tensor,
+        mark: Mark,
+        ruled: Sequence[tuple[int, RuledRow]],
+        logprobs: FetchedLogprobs | None,
+    ) -> None:
+        self.on_device = on_device
+        self._ids, self._mark, self._ruled, self._logprobs = ids, mark, ruled, logprobs
+
+    def tell_rules(self) -> None:
+        """Waits for the ids and gives them to the rows with rules, once."""
+        if self._ruled:
+            self._mark.wait()
+            for place, row in self._ruled:
+                row.append(int(self._ids[place]))
+            self._ruled = ()
+
+    def take(self) -> tuple[Ints, Logprobs | None]:
+        self.tell_rules()
+        self._mark.wait()
+        ids: Ints = self._ids.numpy()
+        return ids, self._logprobs.take() if self._logprobs else None
+
+
 class Sampler:
-    def __init__(self, rows: Rows, kernels: Kernels, upload: Upload) -> None:
-        self._rows, self._kernels, self._upload = rows, kernels, upload
-        self._rules = LogitRules(upload)
+    def __init__(self, rows: Rows, kernels: Kernels, device: Device) -> None:
+        self._rows, self._kernels, self._device = rows, kernels, device
+        self._rules = LogitRules(device.upload)
+        self._before: Sampled | None = None  # of the newest step with ruled rows
 
     def change(self, plan: Plan) -> None:
         """Rows that leave and enter with ``plan``."""
         self._rules.change(plan)
 
-    def sample(self, logits: torch.Tensor, step: Step) -> tuple[Ints, Logprobs | None]:
+    def sample(self, logits: torch.Tensor, step: Step) -> Sampled:
         """One id for each row of ``logits [S, V]``, the step's sampled entries; logprobs of those that asked.
 
-        Rows without rules pay nothing for those of others but a copy of their logits.
+        Rows without rules pay nothing for those of others but a copy of their logits. Rules look at the tokens before,
+        so this waits for what the step before has sampled, which is there before this step's forward pass begins.
         """
-        if not len(step.sample_slots):
-            return np.empty(0, dtype=np.int64), None
-        rows, slots = self._rows, step.sample_slots
+        rows, slots, upload = self._rows, step.sample_slots, self._device.upload
         ruled = self._rules.among(slots)
         chosen = logits
         if ruled:
+            if self._before is not None:
+                self._before.tell_rules()
             chosen = self._rules.apply(logits, ruled, step.sample_positions, rows.temperature[slots])
         ids = self._kernels.sample(
             chosen,
-            self._upload(rows.temperature[slots]),
-            self._upload(rows.top_k[slots]),
-            self._upload(rows.top_p[slots]),
-            self._upload(rows.min_p[slots]),
-            self._upload(rows.seed[slots]),
-            self._upload(step.sample_positions),
+            upload(rows.temperature[slots]),
+            upload(rows.top_k[slots]),
+            upload(rows.top_p[slots]),
+            upload(rows.min_p[slots]),
+            upload(rows.seed[slots]),
+            upload(step.sample_positions),
         )
-        sampled: Ints = ids.cpu().numpy()
-        if ruled:
-            self._rules.append(slots, sampled)
+        logprobs = None
         asked = np.flatnonzero(rows.logprobs[slots] >= 0)
-        if not len(asked):
-            return sampled, None
-        places = self._upload(asked)
-        named = {i: row.logprob_ids for i, row in ruled if row.logprob_ids}
-        return sampled, self._logprobs(logits[places], ids[places], asked, rows.logprobs[slots[asked]], named)
+        if len(asked):
+            places = upload(asked)
+            named = {i: row.logprob_ids for i, row in ruled if row.logprob_ids}
+            logprobs = self._logprobs(logits[places], ids[places], asked, rows.logprobs[slots[asked]], named)
+        fetched = self._device.fetch(ids)
+        sampled = Sampled(ids, fetched, self._device.mark(), ruled, logprobs)
+        if ruled:
+            self._before = sampled
+        return sampled
 
     def tells_of_prompts(self, step: Step) -> bool:
         return any(row.prompt_logprobs >= 0 for _, row in self._rules.among(step.chunk_slots))
 
-    def prompt_logprobs(self, hidden: torch.Tensor, logits: Logits, step: Step) -> Logprobs | None:
+    def prompt_logprobs(self, hidden: torch.Tensor, logits: Logits, step: Step) -> list[FetchedLogprobs]:
         """Of the prompt tokens that the step's chunks compute the logits of, in rows that asked. hidden: [T, ...]."""
-        found = Logprobs([], [], [], [], [], [])
+        found = []
         firsts = len(step.decode_slots) + np.cumsum(step.chunk_lens) - step.chunk_lens
         for place, row in self._rules.among(step.chunk_slots):
             if row.prompt_logprobs < 0:
@@ -71,37 +131,44 @@ class Sampler:
             first, end = int(firsts[place]), int(step.chunk_ends[place])
             targets = row.prompt[end - int(step.chunk_lens[place]) + 1 : end + 1]
             for at in range(0, len(targets), PROMPT_ROWS):
-                ids = self._upload(targets[at : at + PROMPT_ROWS])
+                ids = self._device.upload(targets[at : at + PROMPT_ROWS])
                 entries, counts = np.full(len(ids), place), np.full(len(ids), row.prompt_logprobs)
                 part = logits(hidden[first + at : first + at + len(ids)])
-                _extend(found, self._logprobs(part, ids, entries, counts, {}))
-        return found if found.entries else None
+                found.append(self._logprobs(part, ids, entries, counts, {}))
+        return found
 
     def _logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor, entries: Ints, counts: Ints, named: Mapping[int, list[int]]
-    ) -> Logprobs:
+    ) -> FetchedLogprobs:
         """Of token ``ids[i]`` in row i of ``logits``, and the likeliest ``counts[i]``, of the model itself.
 
         named: by entry, what is told of in place of the likeliest.
         """
         everything = torch.log_softmax(logits.float(), dim=-1)
         sampled = everything.gather(1, ids.unsqueeze(1))
-        values, tokens = everything.topk(int(counts.max()), dim=-1)
+        top, top_ids = everything.topk(int(counts.max()), dim=-1)
         for row, entry in enumerate(entries.tolist() if named else ()):
             if entry in named:
-                tokens[row, : counts[row]] = self._upload(np.asarray(named[entry], dtype=np.int64))
-                values[row] = everything[row, tokens[row]]
-        wanted = torch.arange(values.shape[1]) < torch.from_numpy(counts).unsqueeze(1)
-        return Logprobs(
-            entries=entries.tolist(),
-            sampled=sampled.squeeze(1).tolist(),
-            top_counts=counts.tolist(),
-            top_ids=tokens.cpu()[wanted].tolist(),
-            top=values.cpu()[wanted].tolist(),
-            ranks=((everything > sampled).sum(-1) + 1).tolist(),
+                top_ids[row, : counts[row]] = self._device.upload(np.asarray(named[entry], dtype=np.int64))
+                top[row] = everything[row, top_ids[row]]
+        fetch = self._device.fetch
+        return FetchedLogprobs(
+            entries=entries,
+            counts=counts,
+            sampled=fetch(sampled.squeeze(1)),
+            ranks=fetch((everything > sampled).sum(-1) + 1),
+            top_ids=fetch(top_ids),
+            top=fetch(top),
         )
 
 
-def _extend(all_: Logprobs, more: Logprobs) -> None:
-    for column in fields(Logprobs):
-        getattr(all_, column.name).extend(getattr(more, column.name))
+def joined(parts: Sequence[FetchedLogprobs]) -> Logprobs | None:
+    """All of several, in their order; None of none."""
+    if not parts:
+        return None
+    everything = Logprobs([], [], [], [], [], [])
+    for part in parts:
+        taken = part.take()
+        for column in fields(Logprobs):
+            getattr(everything, column.name).extend(getattr(taken, column.name))
+    return everything

@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 
 from services.worker.executor import Executor, StepOutput
+from services.worker.flight import Flight
 from shared.codec import no_ids
 from shared.errors import WireError
 from shared.ids import Identity, new_epoch
@@ -51,7 +52,9 @@ STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.
 class WorkerService:
     """Runs until ``stop`` is called, the scheduler leaves or falls silent, or a step fails; ``run`` gives the code."""
 
-    def __init__(self, executor: Executor, rank: int, address: str, security: Security) -> None:
+    def __init__(
+        self, executor: Executor, rank: int, address: str, security: Security, registry: Registry | None = None
+    ) -> None:
         self.epoch = new_epoch()
         self._executor = executor
         self._rank = rank
@@ -71,7 +74,8 @@ class WorkerService:
         self._pair = (0, 0)  # the epochs of scheduler and workers that plans must carry
         self._last_step = -1
         self._lost_a_plan = False
-        self._registry = Registry()
+        self._flight = Flight(executor, self._wake)
+        self._registry = registry or Registry()
         self._steps = self._registry.histogram("quire:worker_step_seconds", "Time of a step.", STEP_BUCKETS)
         self._malformed = self._registry.counter("quire:malformed_messages", "Messages that did not decode or fit.")
         self._stale = self._registry.counter("quire:stale_plans", "Plans of another epoch.")
@@ -88,8 +92,7 @@ class WorkerService:
     def stop(self, reason: str, code: int) -> None:
         """Ends the run after the step that runs now, from any thread or signal handler."""
         self._orders.put((reason, code))
-        with contextlib.suppress(OSError):  # closed already, or a full pipe of earlier wake-ups
-            self._wake_in.send(b"\0")
+        self._wake()
 
     def run(self) -> int:
         poller = zmq.Poller()
@@ -103,6 +106,7 @@ class WorkerService:
                 poller.poll(max(0, int((due - time.monotonic()) * 1000) + 1))
                 self._obey()
                 self._receive()
+                self._tell()
                 now = time.monotonic()
                 if now < due:
                     continue
@@ -125,6 +129,11 @@ class WorkerService:
         """A further DEALER of this rank, for its heartbeat thread."""
         identity = Identity.fresh("worker", self._rank).encode()
         return connect_dealer(self._context, identity, self._endpoint.workers, self._security)
+
+    def _wake(self) -> None:
+        """Ends the loop's wait, from any thread."""
+        with contextlib.suppress(OSError):  # closed already, or a full pipe of earlier wake-ups
+            self._wake_in.send(b"\0")
 
     # ---- the loop's parts ------------------------------------------------------------------------------------------
 
@@ -207,15 +216,15 @@ class WorkerService:
                 self._send(PlanRequired(*self._pair, self._last_step))
             return
         self._last_step = plan.step_id
-        started = time.perf_counter()
-        try:
-            output = self._executor.execute(plan)
-        except Exception as error:
-            log.exception("step %d failed", plan.step_id)
-            self._send(self._result(plan, StepOutput(no_ids(), no_ids()), f"{type(error).__name__}: {error}"))
-            return
-        self._steps.observe(time.perf_counter() - started)
-        self._send(self._result(plan, output, ""))
+        self._flight.launch(plan)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Sends the results of steps that are over."""
+        while (landed := self._flight.landed()) is not None:
+            if not landed.error:
+                self._steps.observe(landed.output.timings["total"])
+            self._send(self._result(landed.plan, landed.output, landed.error))
 
     def _result(self, plan: Plan, output: StepOutput, error: str) -> Result:
         slots, ids = np.asarray(output.slots, dtype="<i4"), np.asarray(output.ids, dtype="<i4")
@@ -241,6 +250,7 @@ class WorkerService:
 
     def _close(self) -> None:
         self._pulse.stop()
+        self._flight.close()
         if self._joined:
             self._send(Goodbye(self._reason))
         self._socket.close(linger=LAST_WORD_MS)

@@ -68,7 +68,8 @@ def serve_step(kv: torch.Tensor, rows: int, width: int, window: int) -> None:
     kernels.paged_prefill(qkv[:, :9], kv, table, bounds, lens, 0.125, window, 0.0)
     kernels.add_rms_norm(hidden, hidden, weight, 1e-6)
     kernels.silu_mul(torch.empty(rows, 3072, dtype=torch.bfloat16))
-    kernels.sample(torch.empty(rows, 49152, dtype=torch.bfloat16), real, whole, real, real, whole, whole)
+    for dtype in (torch.bfloat16, torch.float32):  # float32 where some row has rules on its logits
+        kernels.sample(torch.empty(rows, 49152, dtype=dtype), real, whole, real, real, whole, whole)
     kernels.copy_blocks([kv], whole, whole)
 
 

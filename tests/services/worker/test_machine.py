@@ -124,6 +124,6 @@ def test_free_memory_is_the_smaller_of_machine_and_cgroup(tmp_path: Path) -> Non
 def test_kv_budget(tmp_path: Path) -> None:
     group = cgroup(tmp_path, "0::/\n", {"memory.max": str(GIB), "memory.current": "0"})
     share = WorkerConfig(cpu_memory_utilization=0.5)
-    assert machine.kv_budget(share, CPU, 0, group) == GIB // 2
-    assert machine.kv_budget(share, CPU, GIB - 1000, group) == 1000
-    assert machine.kv_budget(WorkerConfig(kv_cache_memory_bytes=12345), CPU, GIB, group) == 12345
+    assert machine.kv_budget(share, 0, group) == GIB // 2
+    assert machine.kv_budget(share, GIB - 1000, group) == 1000
+    assert machine.kv_budget(WorkerConfig(kv_cache_memory_bytes=12345), GIB, group) == 12345

@@ -169,10 +169,10 @@ def test_rows_come_and_go_while_others_run(folder: Path, executor: ModelExecutor
 def test_what_freed_blocks_hold_does_no_harm(executor: ModelExecutor) -> None:
     prompts = random_models.prompts(17, 40)
     expected = Driver(executor).generate(prompts, 6)
-    for layer in executor._kv:
+    for layer in executor._runner.kv:
         layer[1:] = float("nan")
     assert Driver(executor, seed=9).generate(prompts, 6) == expected
-    assert all(torch.count_nonzero(layer[0]) == 0 for layer in executor._kv)
+    assert all(torch.count_nonzero(layer[0]) == 0 for layer in executor._runner.kv)
 
 
 def test_a_row_swapped_out_and_in_goes_on_alike_in_other_blocks(folder: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_row_swapped_out_and_in_goes_on_alike_in_other_blocks(folder: Path) ->
     ids.append(executor.execute(plan(decodes=1)).ids.tolist())
     out = executor.execute(plan(release=[0], swap_out=[11, 1, 12, 0]))
     assert out.timings["swap_out"] > 0
-    for layer in executor._kv:
+    for layer in executor._runner.kv:
         layer[1:] = float("nan")
     back = {"swap_in": [1, 30, 0, 29], "table_blocks": [30, 29], "chunk_starts": [21], "chunk_lens": [1]}
     ids.append(executor.execute(plan(new_rows=[new_row(0, length=21)], tokens=ids[-1], **back, **entry)).ids.tolist())

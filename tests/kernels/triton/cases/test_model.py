@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.errors import ConfigError
 from shared.sampling import SamplingParams
 from tests.services.worker import random_models
 from tests.services.worker.plans import GREEDY, Driver
@@ -25,3 +26,11 @@ def test_tokens_of_the_reference(kind: str, tmp_path: Path, device: torch.device
         driver = Driver(executor, chunks=lambda i: 5 + i % 17)
         generated[backend] = driver.generate(prompts, 3, params)
     assert generated["triton"] == generated["reference"]
+
+
+def test_a_block_size_that_the_kernels_do_not_take_is_refused_before_loading(tmp_path: Path) -> None:
+    random_models.save(tmp_path, "llama")
+    with pytest.raises(
+        ConfigError, match="the triton kernels do not run this: block size 8: these kernels take 16, 32"
+    ):
+        random_models.executor(tmp_path, attention_backend="triton", block_size=8)

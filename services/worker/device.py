@@ -1,0 +1,137 @@
+"""What the executor asks of the device it runs on, beside the kernels; and the device that is the CPU itself.
+
+A device may run behind the process that gives it work, in the order in which that was given. So what goes to it and
+what comes from it is under way until a ``Mark`` that was made later has passed. On a CPU a call that returns is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from services.worker import machine
+from services.worker.config import WorkerConfig
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from services.worker.trial import Trial
+
+Array = np.ndarray[Any, Any]
+
+
+class Mark(Protocol):
+    """A point in what was given to a device."""
+
+    def passed(self) -> bool:
+        """Raises what went wrong on the device before it; so does ``wait``."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when it has passed; any thread may wait."""
+        ...
+
+    def since(self, earlier: Any) -> float:
+        """Seconds from an earlier mark of the same device to this one; both have passed."""
+        ...
+
+
+class Device(Protocol):
+    where: torch.device
+
+    def upload(self, array: Array) -> torch.Tensor:
+        """``array`` on the device, for what is given to it from now on. On a CPU it is the array's own memory."""
+        ...
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in the host's memory, where it is once a later mark has passed."""
+        ...
+
+    def mark(self) -> Mark: ...
+
+    def aside(self, work: Callable[[], None]) -> tuple[Mark, Mark]:
+        """Gives the device ``work`` that begins after all it was given before and runs beside all that it is given
+        later. Returns where it begins and ends."""
+        ...
+
+    def follow(self, mark: Mark) -> None:
+        """What is given from now on begins after ``mark``."""
+        ...
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory of the host that the device copies to and from by itself."""
+        ...
+
+    def kv_budget(self, config: WorkerConfig, estimate: int, trial: Trial) -> int:
+        """Bytes for KV, the model being loaded. estimate: of what the largest steps allocate; where that can be
+        measured, ``trial`` is run instead. Raises ConfigError when nothing is left."""
+        ...
+
+    def check_room(self, kv_bytes: int, swap_bytes: int) -> None:
+        """Raises ConfigError when the host's memory does not hold what of KV and swap space would be in it."""
+        ...
+
+    def prepare(self, trial: Trial, kv: list[torch.Tensor], late_compile: Callable[[], None]) -> None:
+        """Compiles and captures all that the trial's decoder runs over ``kv`` when it serves. late_compile is called
+        whenever something is compiled after that."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A mark on a CPU: seconds of the clock."""
+
+    at: float
+
+    def passed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def since(self, earlier: Moment) -> float:
+        return self.at - earlier.at
+
+
+class Cpu:
+    def __init__(self, cgroup: machine.Cgroup) -> None:
+        self.where = torch.device("cpu")
+        self._cgroup = cgroup
+
+    def upload(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def mark(self) -> Moment:
+        return Moment(time.perf_counter())
+
+    def aside(self, work: Callable[[], None]) -> tuple[Moment, Moment]:
+        begin = self.mark()
+        work()
+        return begin, self.mark()
+
+    def follow(self, mark: Mark) -> None:
+        pass
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def kv_budget(self, config: WorkerConfig, estimate: int, trial: Trial) -> int:
+        return machine.kv_budget(config, estimate, self._cgroup)
+
+    def check_room(self, kv_bytes: int, swap_bytes: int) -> None:
+        """A host gives out more memory than it has and kills whoever uses it; so a size asked for is checked here."""
+        free = machine.free_host_memory(self._cgroup)
+        if kv_bytes + swap_bytes > free:
+            raise ConfigError(
+                f"the KV blocks asked for take {kv_bytes + swap_bytes} bytes, but {free} bytes of memory are free"
+            )
+
+    def prepare(self, trial: Trial, kv: list[torch.Tensor], late_compile: Callable[[], None]) -> None:
+        pass
