@@ -10,12 +10,13 @@ import torch
 import triton
 
 from kernels import triton as backend
+from kernels.ops import Kernels
 from services.worker import model_executor
 from services.worker.cuda import Cuda
 from services.worker.graphs import GraphedSteps
 from services.worker.machine import Cgroup
 from tests.services.worker import cuda_stand_in, random_models
-from tests.services.worker.cuda_stand_in import CapturableBackend, WatchedKernels
+from tests.services.worker.cuda_stand_in import CapturableBackend
 from tests.services.worker.plans import Driver
 
 if torch.cuda.is_available():
@@ -25,7 +26,7 @@ if torch.cuda.is_available():
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda_stand_in.Memory]:
     installed = cuda_stand_in.install(monkeypatch)
-    kernels = WatchedKernels("triton", CapturableBackend(backend))
+    kernels = Kernels("triton", CapturableBackend(backend))
     monkeypatch.setattr(model_executor, "_kernels", lambda where, config: kernels)
     monkeypatch.setattr(model_executor, "_device", Cuda)
     yield installed
