@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,9 @@ def time_steps(
             torch.cuda.empty_cache()
 
 
-def check_steps(folder: Path, shape: Shape, device: torch.device, tokens: int, checks: Checks) -> None:
+def check_steps(
+    folder: Path, shape: Shape, device: torch.device, batches: Sequence[int], tokens: int, checks: Checks
+) -> None:
     """In float32: what replays give, padded and not, is what eager steps give; a swapped sequence goes on alike; steps
     launched ahead too; and nothing is compiled after the start."""
     found, late = [], 0.0
@@ -136,7 +138,7 @@ def check_steps(folder: Path, shape: Shape, device: torch.device, tokens: int, c
         made = executor(
             folder, shape, device, registry, swap_space=1 << 24, num_gpu_blocks_override=64, **options, **more
         )
-        found.append([_generated(made, rows, tokens) for rows in (1, 3, 8)])
+        found.append([_generated(made, rows, tokens) for rows in batches])
         swapped = _generated(made, 1, tokens, swap=True)
         checks.that(f"{shape.name}: a sequence that was swapped out and in goes on alike", swapped == found[-1][0])
         late += registry.snapshot()["quire:worker_late_compiles"][3][0][1]
