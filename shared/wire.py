@@ -166,6 +166,20 @@ class Roster(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The functions a chat's model may call. tools: as in OpenAI's API, checked.
+
+    choice: auto, none, required, or function; then ``function`` names the one that has to be called. parallel: whether
+    an answer may hold several calls.
+    """
+
+    tools: list[Any]
+    choice: str = "auto"
+    function: str = ""
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitText(Message):
     """gateway → tokenizer: a request in words.
 
@@ -174,6 +188,7 @@ class SubmitText(Message):
     generated/generated_counts: output ids each sequence already has, when a request is sent a second time.
     priority: lower runs first. tenant: whose share it counts against. arrival: Unix seconds at the gateway.
     timeout: seconds from the scheduler's taking it in until it has to be complete, 0 for any time.
+    tools: of a chat that has some. chat_template: a Jinja source to use instead of the server's; empty: none.
     """
 
     kind: ClassVar[Kind] = Kind.SUBMIT_TEXT
@@ -199,6 +214,8 @@ class SubmitText(Message):
     generated_counts: list[int] = field(default_factory=list)
     bad_words: list[str] = field(default_factory=list)
     echo: bool = False
+    tools: ToolUse | None = None
+    chat_template: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,15 +403,17 @@ class PromptText:
 class Text(Message):
     """tokenizer → gateway, one per TOKENS: new text of all its requests.
 
-    Entry i: text that starts at character ``offsets[i]`` of the sequence's output. ``token_counts[i]`` output tokens
-    are covered once this text is delivered. ids, cut by ``id_counts``, holds new ids of requests that asked for them,
-    logprobs what is known of these tokens, and prompts the same of prompts, before or with their first text.
+    Entry i: text that starts at character ``offsets[i]`` of the sequence's output, all of it of the channel
+    ``channels[i]`` (see ``shared.channels``; offsets count the characters of all channels). ``token_counts[i]`` output
+    tokens are covered once this text is delivered. ids, cut by ``id_counts``, holds new ids of requests that asked for
+    them, logprobs what is known of these tokens, and prompts the same of prompts, before or with their first text.
     """
 
     kind: ClassVar[Kind] = Kind.TEXT
     rids: list[int]
     seqs: list[int]
     offsets: list[int]
+    channels: list[int]
     texts: list[str]
     token_counts: list[int]
     id_counts: list[int]

@@ -8,11 +8,14 @@ has not taken is merged, so memory is bounded by the output itself.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
+from shared.channels import CONTENT, call_of, opens_call
 from shared.codec import Int32
 from shared.errors import RequestError
 from shared.wire import Done, Finished, Message, SubmitText, TokenLogprob
@@ -23,17 +26,85 @@ class ClientGone(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Content:
+    """A run of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A run of the text that the model thought before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """Tool call number ``index`` of the answer begins: its id, made here, and its function's name."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A run of its arguments' JSON text."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+Part = Content | Reasoning | CallStart | CallArguments
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one sequence produced since the last take. finished is set with its last piece, first with its first.
 
-    logprobs: of the tokens that this piece covers, where the client wants them.
+    parts: in the order in which the model wrote them, neighbours of one kind joined. calls: tool calls begun in the
+    whole sequence so far. logprobs: of the tokens that this piece covers, where the client wants them.
     """
 
-    text: str
+    parts: list[Part]
     ids: list[int]
     finished: Finished | None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     first: bool = False
+    calls: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Content))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls that begin in it, with the arguments that came so far."""
+        arguments: dict[int, str] = {}
+        for part in self.parts:
+            if isinstance(part, CallArguments):
+                arguments[part.index] = arguments.get(part.index, "") + part.text
+        starts = [part for part in self.parts if isinstance(part, CallStart)]
+        return [ToolCall(start.id, start.name, arguments.get(start.index, "")) for start in starts]
+
+    @property
+    def called(self) -> bool:
+        """Whether the sequence is over and asks for tools: it ended by itself and there are calls."""
+        return self.finished is not None and self.finished.reason == "stop" and self.calls > 0
 
 
 class Output:
@@ -44,13 +115,23 @@ class Output:
         self.tokens = 0
         self.finished: Finished | None = None
         self.gap = False
+        self.calls = 0
+        self._channels: list[int] = []
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._taken = self._end_taken = False
 
-    def feed(self, offset: int, text: str, tokens: int, ids: Int32, logprobs: Sequence[TokenLogprob] = ()) -> bool:
-        """Takes in text that starts at character ``offset``; what is known already is dropped.
+    def feed(
+        self,
+        offset: int,
+        text: str,
+        tokens: int,
+        ids: Int32,
+        logprobs: Sequence[TokenLogprob] = (),
+        channel: int = CONTENT,
+    ) -> bool:
+        """Takes in text of a channel that starts at character ``offset``; what is known already is dropped.
 
         tokens: output tokens covered once this text is there; ids and logprobs: the last of them, if the client wants
         these.
@@ -60,6 +141,7 @@ class Output:
         if self.gap or self.finished is not None:
             return not self.gap
         if fresh := text[self.chars - offset :]:
+            self._channels.append(channel)
             self._texts.append(fresh)
             self.chars += len(fresh)
         if tokens > self.tokens:
@@ -79,11 +161,25 @@ class Output:
         ending = self.finished is not None and not self._end_taken
         if not (self._texts or self._ids or self._logprobs or ending):
             return None
-        text, finished = "".join(self._texts), self.finished if ending else None
-        delta = Delta(text, self._ids, finished, self._logprobs, not self._taken)
-        self._texts, self._ids, self._logprobs = [], [], []
+        finished = self.finished if ending else None
+        parts = self._parts()
+        delta = Delta(parts, self._ids, finished, self._logprobs, not self._taken, self.calls)
+        self._channels, self._texts, self._ids, self._logprobs = [], [], [], []
         self._taken, self._end_taken = True, self._end_taken or ending
         return delta
+
+    def _parts(self) -> list[Part]:
+        parts: list[Part] = []
+        for channel, run in groupby(zip(self._channels, self._texts, strict=True), lambda entry: entry[0]):
+            text, call = "".join(text for _, text in run), call_of(channel)
+            if call is None:
+                parts.append(Content(text) if channel == CONTENT else Reasoning(text))
+            elif opens_call(channel):
+                parts.append(CallStart(call, f"call_{secrets.token_hex(12)}", text))
+                self.calls += 1
+            else:
+                parts.append(CallArguments(call, text))
+        return parts
 
 
 class Channel(Protocol):

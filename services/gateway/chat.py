@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway import logprobs
-from services.gateway.calls import Delta, Request
+from services.gateway.calls import CallStart, Content, Delta, Part, Reasoning, Request
 from services.gateway.generation import Shape, finish_of
 from services.gateway.schemas import ChatRequest, Limits
 from shared.wire import SubmitText
@@ -20,7 +20,7 @@ class Chat(Shape[ChatRequest]):
     def submits(self, asked: ChatRequest, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
         submit = self.common(asked, limits, request_id, tenant, "chat", add_special_tokens=False)
         messages = [message.plain() for message in asked.messages]
-        return [submit(messages=messages, template_kwargs=asked.chat_template_kwargs or {})]
+        return [submit(messages=messages, template_kwargs=asked.chat_template_kwargs or {}, tools=asked.tool_use)]
 
     def envelope(self, asked: ChatRequest, requests: list[Request]) -> dict[str, Any]:
         extra: dict[str, Any] = {"prompt_token_ids": requests[0].prompt_ids} if asked.return_token_ids else {}
@@ -31,19 +31,57 @@ class Chat(Shape[ChatRequest]):
     def opening(self, asked: ChatRequest, request: Request) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def piece(self, asked: ChatRequest, request: Request, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text or delta.finished is None else {}
+    def pieces(self, asked: ChatRequest, request: Request, delta: Delta) -> list[dict[str, Any]]:
+        """One choice for each part, as clients put a call together by its entries' order; the last tells the rest."""
+        deltas = [_delta_of(part) for part in delta.parts if asked.shows_reasoning or not isinstance(part, Reasoning)]
+        if not deltas:
+            deltas.append({} if delta.finished is not None else {"content": ""})
         ids = {"token_ids": delta.ids} if asked.return_token_ids else {}
         told = self._logprobs(asked, delta) if delta.logprobs else None
-        return {"delta": content, "logprobs": told, **finish_of(asked, delta), **ids}
+        choices = [{"delta": one, "logprobs": None, "finish_reason": None} for one in deltas[:-1]]
+        last = {"delta": deltas[-1], "logprobs": told, **self._finish(asked, delta), **ids}
+        return [*choices, last]
 
     def whole(self, asked: ChatRequest, request: Request, delta: Delta) -> dict[str, Any]:
         ids = {"token_ids": delta.ids} if asked.return_token_ids else {}
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(asked, delta), **finish_of(asked, delta), **ids}
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in delta.tool_calls
+        ]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": delta.text or (None if calls else ""),
+            "refusal": None,
+        }
+        if delta.reasoning and asked.shows_reasoning:
+            message |= _reasoning(delta.reasoning)
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message, "logprobs": self._logprobs(asked, delta), **self._finish(asked, delta), **ids}
+
+    def _finish(self, asked: ChatRequest, delta: Delta) -> dict[str, Any]:
+        """OpenAI says ``stop`` where the client itself named the function to call."""
+        finish = finish_of(asked, delta)
+        return {**finish, "finish_reason": "tool_calls"} if delta.called and not asked.named_function else finish
 
     def _logprobs(self, asked: ChatRequest, delta: Delta) -> dict[str, Any] | None:
         if asked.output_logprobs < 0:
             return None
         as_ids = bool(asked.return_tokens_as_token_ids)
         return logprobs.of_chat(delta.logprobs, asked.output_logprobs, as_ids=as_ids)
+
+
+def _delta_of(part: Part) -> dict[str, Any]:
+    if isinstance(part, Content):
+        return {"content": part.text}
+    if isinstance(part, Reasoning):
+        return _reasoning(part.text)
+    if isinstance(part, CallStart):
+        function = {"name": part.name, "arguments": ""}
+        return {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": function}]}
+    return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """vLLM's newer name for it, and the one that most clients know."""
+    return {"reasoning": text, "reasoning_content": text}

@@ -35,11 +35,14 @@ class Completions(Shape[CompletionRequest]):
         ids = {"prompt_token_ids": request.prompt_ids, "token_ids": []}
         return {"text": "", "logprobs": None, "finish_reason": None, "stop_reason": None, **ids}
 
-    def piece(self, asked: CompletionRequest, request: Request, delta: Delta) -> dict[str, Any]:
+    def pieces(self, asked: CompletionRequest, request: Request, delta: Delta) -> list[dict[str, Any]]:
+        return [self._choice(asked, request, delta)]
+
+    def _choice(self, asked: CompletionRequest, request: Request, delta: Delta) -> dict[str, Any]:
         if not asked.wants_output and delta.finished is not None:
             delta = replace(delta, finished=replace(delta.finished, reason="length", stop_reason=""))
         if not asked.wants_output:
-            delta = replace(delta, text="", ids=[], logprobs=[])
+            delta = replace(delta, parts=[], ids=[], logprobs=[])
         text = request.prompt + delta.text if asked.echo and delta.first else delta.text
         ids = {"token_ids": delta.ids} if asked.return_token_ids else {}
         return {"text": text, "logprobs": self._logprobs(asked, request, delta), **finish_of(asked, delta), **ids}
@@ -58,4 +61,4 @@ class Completions(Shape[CompletionRequest]):
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids} if asked.return_token_ids else {}
         if asked.prompt_logprobs is not None:
             prompt["prompt_logprobs"] = logprobs.of_prompt(request.prompt_logprobs, asked.prompt_logprobs)
-        return {**self.piece(asked, request, delta), **prompt}
+        return {**self._choice(asked, request, delta), **prompt}

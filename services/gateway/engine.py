@@ -377,13 +377,14 @@ class Engine:
             message.rids,
             message.seqs,
             message.offsets,
+            message.channels,
             message.texts,
             message.token_counts,
             message.id_counts,
             strict=True,
         )
         begin = 0
-        for entry, (rid, seq, offset, text, tokens, id_count) in enumerate(columns):
+        for entry, (rid, seq, offset, channel, text, tokens, id_count) in enumerate(columns):
             ids, begin = message.ids[begin : begin + id_count], begin + id_count
             request = tokenizer.requests.get(rid)
             if request is None:
@@ -393,7 +394,7 @@ class Engine:
             asked, before = output.gap, output.tokens
             if request.lacks_prompt:
                 output.gap = True
-            elif output.feed(offset, text, tokens, ids, logprobs.get(entry, ())):
+            elif output.feed(offset, text, tokens, ids, logprobs.get(entry, ()), channel):
                 self._measure(request, output.tokens - before, now)
                 request.progress()
             if output.gap and not asked:

@@ -14,7 +14,6 @@ from shared.errors import RequestError
 WITHOUT_EFFECT = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -40,6 +39,7 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),

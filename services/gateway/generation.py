@@ -51,8 +51,8 @@ class Shape(ABC, Generic[R]):
         """The choice of the chunk that leaves at ACCEPT, if there is one."""
 
     @abstractmethod
-    def piece(self, asked: R, request: Request, delta: Delta) -> dict[str, Any]:
-        """The choice of a chunk."""
+    def pieces(self, asked: R, request: Request, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of chunks, at least one."""
 
     @abstractmethod
     def whole(self, asked: R, request: Request, delta: Delta) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Generation(Generic[R]):
         choices: list[dict[str, Any]] = []
         for request in call.requests:
             for output in request.outputs:
-                delta = output.take() or Delta("", [], output.finished, first=True)
+                delta = output.take() or Delta([], [], output.finished, first=True)
                 choices.append({"index": len(choices), **self._shape.whole(asked, request, delta)})
         extra = self._shape.envelope(asked, call.requests)
         return {
@@ -184,7 +184,7 @@ class Generation(Generic[R]):
                 delta = output.take()
                 # After an error the client gets what was produced, but no finish_reason: it did not finish.
                 if delta is not None and (delta.finished is None or delta.finished.reason != "error"):
-                    events.append(chunk(index, self._shape.piece(asked, request, delta)))
+                    events += [chunk(index, choice) for choice in self._shape.pieces(asked, request, delta)]
             if call.error is not None:
                 await stream.end([*events, event(error_body(call.error))])
                 return

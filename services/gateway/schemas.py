@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
     ValidationInfo,
-    model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from services.gateway.fields import drop_without_effect, shown, unknown_field
+from services.gateway.model import Model, invalid
+from services.gateway.tools import NamedTool, Tool, check_choice, use_of
 from shared.errors import RequestError
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
+from shared.wire import ToolUse
 
 T = TypeVar("T")
 MAX_PROMPTS = 1024
@@ -31,6 +30,7 @@ MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGPROB_IDS = 128
+MAX_TOOLS = 128
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 
 
@@ -44,10 +44,6 @@ class Limits:
     defaults: SamplingDefaults = SamplingDefaults()
 
 
-def _invalid(message: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid", "{message}", {"message": message})
-
-
 def _limits(info: ValidationInfo) -> Limits:
     if not isinstance(info.context, Limits):
         raise TypeError("models are validated with their Limits as context")
@@ -58,10 +54,10 @@ def _check_ids(place: str, ids: list[Any], vocab_size: int) -> list[int]:
     """Whole-list checks first: they run at C speed, and a prompt may hold a million ids."""
     if set(map(type, ids)) - {int}:
         index, value = next((index, value) for index, value in enumerate(ids) if type(value) is not int)
-        raise _invalid(f"item {place}[{index}] should be an integer, got {shown(value)}")
+        raise invalid(f"item {place}[{index}] should be an integer, got {shown(value)}")
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         index, value = next((index, value) for index, value in enumerate(ids) if not 0 <= value < vocab_size)
-        raise _invalid(
+        raise invalid(
             f"item {place}[{index}] is token id {value}, outside the vocabulary of {vocab_size} (0..{vocab_size - 1})"
         )
     return ids
@@ -69,7 +65,7 @@ def _check_ids(place: str, ids: list[Any], vocab_size: int) -> list[int]:
 
 def _check_prompt_ids(place: str, ids: list[Any], limits: Limits) -> list[int]:
     if not ids:
-        raise _invalid(f"{'item ' + place if place else 'it'} is an empty list of token ids")
+        raise invalid(f"{'item ' + place if place else 'it'} is an empty list of token ids")
     if len(ids) > limits.max_model_len:
         raise RequestError(
             f"prompt: {len(ids)} token ids are more than the model's context of {limits.max_model_len} tokens",
@@ -84,15 +80,15 @@ def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise _invalid("should be a string, a list of strings, a list of token ids or a list of such lists")
+        raise invalid("should be a string, a list of strings, a list of token ids or a list of such lists")
     if value and not isinstance(value[0], (str, list)):
         return [_check_prompt_ids("", value, limits)]
     if not 1 <= len(value) <= MAX_PROMPTS:
-        raise _invalid(f"holds {len(value)} prompts, the limits are 1 and {MAX_PROMPTS}")
+        raise invalid(f"holds {len(value)} prompts, the limits are 1 and {MAX_PROMPTS}")
     prompts: list[str | list[int]] = []
     for index, one in enumerate(value):
         if type(one) is not type(value[0]):
-            raise _invalid(f"item [{index}] is of another type than item [0], got {shown(one)}")
+            raise invalid(f"item [{index}] is of another type than item [0], got {shown(one)}")
         prompts.append(_check_prompt_ids(f"[{index}]", one, limits) if isinstance(one, list) else one)
     return prompts
 
@@ -102,15 +98,15 @@ def _content(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _invalid("should be a string or a list of text parts")
+        raise invalid("should be a string or a list of text parts")
     texts: list[str] = []
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise _invalid(f"part {index} should be an object with a type, got {shown(part)}")
+            raise invalid(f"part {index} should be an object with a type, got {shown(part)}")
         if part["type"] != "text":
-            raise _invalid(f"part {index} has type {shown(part['type'])}; only 'text' is supported")
+            raise invalid(f"part {index} has type {shown(part['type'])}; only 'text' is supported")
         if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
-            raise _invalid(f"part {index} should be {{'type': 'text', 'text': string}}, got {shown(part)}")
+            raise invalid(f"part {index} should be {{'type': 'text', 'text': string}}, got {shown(part)}")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -123,9 +119,9 @@ def _stop_ids(value: Any, info: ValidationInfo) -> list[int]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise _invalid("should be a list of token ids")
+        raise invalid("should be a list of token ids")
     if len(value) > MAX_STOP_IDS:
-        raise _invalid(f"holds {len(value)} ids, the limit is {MAX_STOP_IDS}")
+        raise invalid(f"holds {len(value)} ids, the limit is {MAX_STOP_IDS}")
     return _check_ids("", value, _limits(info).vocab_size)
 
 
@@ -133,7 +129,7 @@ def _allowed_ids(value: Any, info: ValidationInfo) -> list[int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not value:
-        raise _invalid("should be a list of at least one token id")
+        raise invalid("should be a list of at least one token id")
     return _check_ids("", value, _limits(info).vocab_size)
 
 
@@ -141,10 +137,10 @@ def _logprob_ids(value: Any, info: ValidationInfo) -> list[int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_LOGPROB_IDS:
-        raise _invalid(f"should be a list of 1 to {MAX_LOGPROB_IDS} token ids, got {shown(value)}")
+        raise invalid(f"should be a list of 1 to {MAX_LOGPROB_IDS} token ids, got {shown(value)}")
     ids = _check_ids("", value, _limits(info).vocab_size)
     if len(set(ids)) < len(ids):
-        raise _invalid("holds a token id twice")
+        raise invalid("holds a token id twice")
     return ids
 
 
@@ -153,17 +149,17 @@ def _bias(value: Any, info: ValidationInfo) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _invalid("should be an object of token ids and numbers")
+        raise invalid("should be an object of token ids and numbers")
     if len(value) > MAX_BIASES:
-        raise _invalid(f"holds {len(value)} tokens, the limit is {MAX_BIASES}")
+        raise invalid(f"holds {len(value)} tokens, the limit is {MAX_BIASES}")
     vocab_size, found = _limits(info).vocab_size, {}
     for name, bias in value.items():
         if not (name.isascii() and name.isdecimal() and len(name) <= 10):
-            raise _invalid(f"key {shown(name)} should be a token id")
+            raise invalid(f"key {shown(name)} should be a token id")
         if not int(name) < vocab_size:
-            raise _invalid(f"key {int(name)} is outside the vocabulary of {vocab_size} (0..{vocab_size - 1})")
+            raise invalid(f"key {int(name)} is outside the vocabulary of {vocab_size} (0..{vocab_size - 1})")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise _invalid(f"token {name} should have a number from -100 to 100, got {shown(bias)}")
+            raise invalid(f"token {name} should have a number from -100 to 100, got {shown(bias)}")
         found[int(name)] = float(bias)
     return found
 
@@ -173,25 +169,11 @@ def _count_of_logprobs(value: Any, info: ValidationInfo) -> int | None:
         return None
     limit = _limits(info).max_logprobs
     if type(value) is not int or not 0 <= value <= limit:
-        raise _invalid(f"should be an integer from 0 to {limit} (max_logprobs of this server), got {shown(value)}")
+        raise invalid(f"should be an integer from 0 to {limit} (max_logprobs of this server), got {shown(value)}")
     return value
 
 
 LogprobCount = Annotated[int | None, PlainValidator(_count_of_logprobs)]
-
-
-class Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, value: Any) -> Any:
-        """Stops at the first unknown field: an object may hold a hundred thousand, and an error of each costs time."""
-        if isinstance(value, dict):
-            for name in value:
-                if name not in cls.model_fields:
-                    raise PydanticCustomError("unknown_field", "{name}", {"name": name})
-        return value
 
 
 class StreamOptions(Model):
@@ -249,7 +231,7 @@ class GenerationRequest(Model):
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None, BeforeValidator(_stops)
     ] = Field(None, max_length=MAX_STOPS)
-    stop_token_ids: Annotated[list[int], PlainValidator(_stop_ids)] = []
+    stop_token_ids: Annotated[list[int], PlainValidator(_stop_ids)] = Field(default_factory=list)
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -407,7 +389,25 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: LogprobCount = None
     max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Annotated[str | NamedTool | None, PlainValidator(check_choice)] = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """None when there are no tools. Raises RequestError."""
+        return use_of(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
+
+    @property
+    def named_function(self) -> str:
+        """The function that tool_choice names, if it names one."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False
 
     @property
     def output_limit(self) -> int | None:
@@ -482,7 +482,7 @@ class TokenizeRequest(Model):
 
 def _any_ids(value: Any, info: ValidationInfo) -> list[int]:
     if not isinstance(value, list):
-        raise _invalid("should be a list of token ids")
+        raise invalid("should be a list of token ids")
     return _check_ids("", value, _limits(info).vocab_size)
 
 

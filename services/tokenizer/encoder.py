@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from services.tokenizer.messages import normalize
+from services.tokenizer.parsers.output import OutputParser
 from services.tokenizer.stop import StopStrings
 from services.tokenizer.tokenizer import Tokenizer
 from shared.codec import Int32, int32
@@ -26,7 +27,8 @@ RESERVED_VARIABLES = ("messages",)
 class Prompt:
     """An encoded and checked request. ids: int32, never empty. max_tokens: at least 1, fits the context with ids.
 
-    bad_words: token sequences, one or two for each word. text: of the prompt, for a request with echo.
+    bad_words: token sequences, one or two for each word. text: of the prompt, for a request with echo. parser: makes
+    the parser of each answer, which needs to see the special tokens ``shown``; None: answers are all content.
     """
 
     ids: Int32
@@ -34,6 +36,8 @@ class Prompt:
     stops: StopStrings | None
     bad_words: list[list[int]] = field(default_factory=list)
     text: str = ""
+    parser: Callable[[], OutputParser] | None = None
+    shown: frozenset[int] = frozenset()
 
 
 class Encoder:
@@ -78,8 +82,14 @@ class Encoder:
         _check_vocabulary(message.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
         if "" in message.stop:
             raise RequestError("stop contains an empty string", param="stop")
+        parser = None
         if message.messages is not None:
-            ids = self._chat(message.messages, message.template_kwargs, message.add_special_tokens, limits, wanted)
+            options = dict(message.template_kwargs)
+            if message.tools is not None and message.tools.choice != "none":
+                options["tools"] = message.tools.tools
+            text = self._render(message.messages, options, limits, wanted)
+            ids = self._encode(text, message.add_special_tokens, limits, wanted, param)
+            parser = self._tokenizer.format.parser(message.tools, text)
         elif message.prompt is not None:
             ids = self._encode(message.prompt, message.add_special_tokens, limits, wanted, param)
             if not len(ids) and self._tokenizer.bos_id is not None:
@@ -101,6 +111,8 @@ class Encoder:
             StopStrings(message.stop) if message.stop else None,
             self._bad_words(message.bad_words, limits.vocab_size),
             self._prompt_text(message, ids) if message.echo else "",
+            parser,
+            self._tokenizer.format.markers if parser is not None else frozenset(),
         )
 
     def _bad_words(self, words: list[str], vocab_size: int) -> list[list[int]]:
@@ -119,14 +131,7 @@ class Encoder:
             return message.prompt
         return self._tokenizer.decode(ids.tolist(), message.skip_special_tokens)
 
-    def _chat(
-        self,
-        messages: list[Any],
-        options: dict[str, Any],
-        add_special_tokens: bool,
-        limits: Welcome,
-        wanted: int | None,
-    ) -> Int32:
+    def _render(self, messages: list[Any], options: dict[str, Any], limits: Welcome, wanted: int | None) -> str:
         conversation = normalize(messages)
         for name in RESERVED_VARIABLES:
             if name in options:
@@ -139,8 +144,7 @@ class Encoder:
                 param="messages",
             )
         self._check_characters(sum(len(m.get("content", "")) for m in conversation), limits, wanted, "messages")
-        text = template.render(conversation, {"add_generation_prompt": True, **options})
-        return self._encode(text, add_special_tokens, limits, wanted, "messages")
+        return template.render(conversation, {"add_generation_prompt": True, **options})
 
     def _encode(self, text: str, add_special_tokens: bool, limits: Welcome, wanted: int | None, param: str) -> Int32:
         self._check_characters(len(text), limits, wanted, param)
@@ -166,7 +170,8 @@ class Encoder:
             for name in ("add_generation_prompt", "continue_final_message", "tools"):
                 if args.get(name) is not None:
                     options[name] = args[name]
-            ids = self._chat(args["messages"], options, special, limits, None).tolist()
+            text = self._render(args["messages"], options, limits, None)
+            ids = self._encode(text, special, limits, None, "messages").tolist()
         elif isinstance(args.get("prompt"), str):
             ids = self._encode(args["prompt"], special, limits, None, "prompt").tolist()
         else:

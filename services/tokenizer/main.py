@@ -32,7 +32,13 @@ def main(argv: Sequence[str]) -> int:
     logger.info("%s", describe(config))
     security = options.security(config)
     files = locate(config.model, download_dir=config.download_dir)
-    tokenizer = Tokenizer.load(files.folder, config.chat_template)
+    tokenizer = Tokenizer.load(
+        files.folder,
+        config.chat_template,
+        tool_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+    logger.info("answers are parsed for %s", tokenizer.format)
     exit_code: int = uvloop.run(_serve(config, tokenizer, files, security))
     return exit_code
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from services.tokenizer.detokenizer import Pieces
 from services.tokenizer.logprobs import in_words
+from services.tokenizer.parsers.output import OutputParser
+from services.tokenizer.parsers.transducer import Piece, joined
 from services.tokenizer.stop import StopMatcher, StopStrings
+from shared.channels import CONTENT
 from shared.codec import Int32, int32, no_ids
 from shared.logprobs import Found
 from shared.wire import Done, Finished, PromptText, SubmitTokens, Text, TextLogprobs, TokenLogprob
@@ -18,7 +21,7 @@ from shared.wire import Done, Finished, PromptText, SubmitTokens, Text, TextLogp
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text from character ``offset`` on, after which ``token_count`` output tokens are covered.
+    """Text of one channel from character ``offset`` on, after which ``token_count`` output tokens are covered.
 
     ids: those of the tokens covered by this text and not by the text before: [token_count - len(ids), token_count).
     logprobs: of these tokens, where they are wanted.
@@ -29,6 +32,7 @@ class Chunk:
     token_count: int
     ids: list[int]
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    channel: int = CONTENT
 
 
 class OutputSequence:
@@ -36,6 +40,10 @@ class OutputSequence:
 
     A token is *covered* when all its text can be given out, so ids never run ahead of the text they stand for. Ids in
     ``silent`` (EOS, stop token ids) have no text. Before the output has ``min_tokens`` no stop string is looked for.
+
+    A parser sorts the text into channels and takes markers out of it. It gets text that no stop string can begin in any
+    more, and what it gives out is the text that is told: offsets count its characters. ``shown`` are special tokens
+    that it has to see although they are skipped otherwise.
     """
 
     def __init__(
@@ -47,6 +55,8 @@ class OutputSequence:
         silent: frozenset[int] = frozenset(),
         skip_special: bool = True,
         min_tokens: int = 0,
+        parser: OutputParser | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self.ids: list[int] = []
         self.finished: Finished | None = None
@@ -57,11 +67,13 @@ class OutputSequence:
         self._include_stop, self._silent, self._skip_special = include_stop, silent, skip_special
         self._min_tokens = min_tokens
         self._logprobs: list[TokenLogprob] = []  # of all ids, where they are wanted
-        self._ends: list[int] = []  # characters of text that cover each token and all before it
-        self._sent: list[str] = []  # text given out,
-        self._sent_length = 0
-        self._unsent = ""  # and text not given out, some of which may have to wait
-        self._covered = 0  # tokens given out
+        self._ends: list[int] = []  # characters of text that cover each token and all before it; told ones once covered
+        self._parser, self._shown = parser, shown
+        self._parsed = 0  # characters of text that the parser, if there is one, has taken in or that were told,
+        self._unsent = ""  # and text after these, some of which may have to wait
+        self._told: list[Piece] = []  # what was given out,
+        self._told_length = 0
+        self._covered = 0  # and with it so many tokens
         self._over = False
 
     @property
@@ -81,7 +93,8 @@ class OutputSequence:
             if logprobs:
                 self._logprobs.append(in_words(self._pieces, id, logprobs[place], self._length))
             if id not in self._silent:
-                self._grow(self._detokenizer.feed(self._pieces.get(id, self._skip_special)))
+                skip = self._skip_special and id not in self._shown
+                self._grow(self._detokenizer.feed(self._pieces.get(id, skip)))
             self._ends.append(self._length + self._detokenizer.pending)
 
     def end(self, finished: Finished) -> None:
@@ -91,43 +104,67 @@ class OutputSequence:
             self._over = True
         self.finished = finished
 
-    def take(self) -> Chunk | None:
-        """What can be given out now and has not been; None when there is nothing new."""
+    def take(self) -> list[Chunk]:
+        """What can be given out now and has not been."""
         ready = len(self._unsent)
         if self._matcher is not None and not self._over:
             ready -= self._matcher.held
         text, self._unsent = self._unsent[:ready], self._unsent[ready:]
-        offset, before = self._sent_length, self._covered
-        self._sent_length += len(text)
-        if text:
-            self._sent.append(text)
-        if self._over:
-            self._covered = len(self.ids)
-        while self._covered < len(self.ids) and self._ends[self._covered] <= self._sent_length:
-            self._covered += 1
-        if not text and self._covered == before:
-            return None
-        return self._chunk(offset, text, before)
+        self._parsed += len(text)
+        offset, before = self._told_length, self._covered
+        pieces = self._parse(text)
+        self._told += pieces
+        self._told_length += sum(len(text) for _, text in pieces)
+        self._cover()
+        if not pieces and self._covered == before:
+            return []
+        return self._chunks(offset, pieces, before)
 
-    def since(self, offset: int) -> Chunk:
+    def since(self, offset: int) -> list[Chunk]:
         """Again everything given out from character ``offset`` on, with the ids that may be missing there."""
-        text = "".join(self._sent)
-        self._sent = [text]
-        offset = min(max(offset, 0), len(text))
-        first = min(bisect_left(self._ends, offset), self._covered)
-        return self._chunk(offset, text[offset:], first)
+        self._told = joined(self._told)
+        offset = min(max(offset, 0), self._told_length)
+        pieces, start = [], 0
+        for channel, text in self._told:
+            if start + len(text) > offset:
+                pieces.append((channel, text[max(offset - start, 0) :]))
+            start += len(text)
+        first = min(bisect_left(self._ends, offset, 0, self._covered), self._covered)
+        return self._chunks(offset, pieces, first)
 
     def offset_of_token(self, count: int) -> int:
         """Characters that a receiver with the first ``count`` tokens has at least."""
-        return min(self._ends[min(count, len(self._ends)) - 1], self._sent_length) if count > 0 and self._ends else 0
+        return self._ends[min(count, self._covered) - 1] if count > 0 and self._covered else 0
 
-    def _chunk(self, offset: int, text: str, first: int) -> Chunk:
+    def _parse(self, text: str) -> list[Piece]:
+        if self._parser is None:
+            return [(CONTENT, text)] if text else []
+        pieces = self._parser.feed(text)
+        if self._over:
+            pieces += self._parser.finish()
+        return joined(pieces)
+
+    def _cover(self) -> None:
+        decided = self._parsed - (self._parser.held if self._parser is not None else 0)
+        while self._covered < len(self.ids) and (self._over or self._ends[self._covered] <= decided):
+            if self._parser is not None:
+                self._ends[self._covered] = self._told_length
+            self._covered += 1
+
+    def _chunks(self, offset: int, pieces: list[Piece], first: int) -> list[Chunk]:
+        """One chunk for each piece; the last has the tokens from ``first`` on."""
+        chunks = []
+        for channel, text in pieces[:-1]:
+            chunks.append(Chunk(offset, text, first, [], [], channel))
+            offset += len(text)
+        channel, text = pieces[-1] if pieces else (CONTENT, "")
         new = slice(first, self._covered)
-        return Chunk(offset, text, self._covered, self.ids[new], self._logprobs[new])
+        chunks.append(Chunk(offset, text, self._covered, self.ids[new], self._logprobs[new], channel))
+        return chunks
 
     @property
     def _length(self) -> int:
-        return self._sent_length + len(self._unsent)
+        return self._parsed + len(self._unsent)
 
     def _grow(self, text: str) -> None:
         match = None
@@ -140,7 +177,7 @@ class OutputSequence:
             self._unsent += text
             return
         cut = match.end if self._include_stop else match.start
-        self._unsent = (self._unsent + text)[: cut - self._sent_length]
+        self._unsent = (self._unsent + text)[: cut - self._parsed]
         self._ends = [min(end, cut) for end in self._ends]
         self._logprobs = [replace(one, offset=min(one.offset, cut)) for one in self._logprobs]
         self.stop_string, self._over = match.string, True
@@ -203,17 +240,16 @@ class TextBatch:
         if request.prompt_words:
             self._prompts.append(PromptText(request.rid, request.prompt_words))
 
-    def add(self, request: Request, seq: int, chunk: Chunk | None) -> None:
-        if chunk is None:
-            return
-        if chunk.logprobs:
-            self._logprobs.append(TextLogprobs(len(self._rids), chunk.logprobs))
-        self._rids.append(request.rid)
-        self._seqs.append(seq)
-        self._chunks.append(chunk)
-        self._id_counts.append(len(chunk.ids) if request.return_ids else 0)
-        if request.return_ids:
-            self._ids += chunk.ids
+    def add(self, request: Request, seq: int, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.logprobs:
+                self._logprobs.append(TextLogprobs(len(self._rids), chunk.logprobs))
+            self._rids.append(request.rid)
+            self._seqs.append(seq)
+            self._chunks.append(chunk)
+            self._id_counts.append(len(chunk.ids) if request.return_ids else 0)
+            if request.return_ids:
+                self._ids += chunk.ids
 
     def finish(self, finished: Finished) -> None:
         self._finished.append(finished)
@@ -229,6 +265,7 @@ class TextBatch:
             rids=self._rids,
             seqs=self._seqs,
             offsets=[chunk.offset for chunk in self._chunks],
+            channels=[chunk.channel for chunk in self._chunks],
             texts=[chunk.text for chunk in self._chunks],
             token_counts=[chunk.token_count for chunk in self._chunks],
             id_counts=self._id_counts,

@@ -156,6 +156,8 @@ class Streams:
                 silent=silent,
                 skip_special=message.skip_special_tokens,
                 min_tokens=0 if rules is None else rules.min_tokens,
+                parser=prompt.parser() if prompt.parser is not None else None,
+                shown=prompt.shown,
             )
             for _ in range(message.sampling.n)
         ]

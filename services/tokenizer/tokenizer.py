@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from services.tokenizer.detokenizer import Pieces
+from services.tokenizer.parsers.output import NO_FORMAT, OutputFormat
 from services.tokenizer.template import ChatTemplate
 from shared.errors import ConfigError
 
@@ -33,7 +34,10 @@ AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])
 
 
 class Tokenizer:
-    """Thread-safe. max_chars_per_token: no token stands for more characters of input (None: unknown)."""
+    """Thread-safe. max_chars_per_token: no token stands for more characters of input (None: unknown).
+
+    format: how the model writes tool calls and reasoning.
+    """
 
     def __init__(
         self,
@@ -42,16 +46,23 @@ class Tokenizer:
         bos_id: int | None = None,
         template: ChatTemplate | None = None,
         tool_template: ChatTemplate | None = None,
+        format: OutputFormat = NO_FORMAT,
     ) -> None:
         self._backend = backend
+        self.format = format
         self.bos_id = bos_id
         self._template, self._tool_template = template, tool_template
         self.pieces = Pieces(backend)
         self.max_chars_per_token = self._longest() if self.pieces.byte_level or self.pieces.byte_fallback else None
 
     @classmethod
-    def load(cls, folder: Path, chat_template: str = "") -> Tokenizer:
-        """Reads a model folder. chat_template: a file to use instead of the model's. Raises ConfigError."""
+    def load(
+        cls, folder: Path, chat_template: str = "", *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> Tokenizer:
+        """Reads a model folder. chat_template: a file to use instead of the model's. Raises ConfigError.
+
+        tool_parser and reasoning_parser: as ``OutputFormat.choose`` takes them.
+        """
         file = folder / "tokenizer.json"
         config = _read_json(folder / "tokenizer_config.json")
         named = {**_read_json(folder / "special_tokens_map.json"), **config}
@@ -75,6 +86,7 @@ class Tokenizer:
             bos_id=backend.token_to_id(bos) if bos else None,
             template=compiled.get("default"),
             tool_template=compiled.get("tool_use"),
+            format=OutputFormat.choose(tool_parser, reasoning_parser, "".join(sources.values()), backend.token_to_id),
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:

@@ -40,6 +40,7 @@ MESSAGES: list[wire.Message] = [
     wire.SubmitText(
         RID, "req-1", "chat", SAMPLING, [{"role": "user", "content": "안녕"}], {"x": 1}, None, int32([]), True, True,
         ["\n"], False, True, 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2], ["no"], True,
+        wire.ToolUse([{"type": "function"}], "function", "f", False), "{{ x }}",
     ),
     wire.SubmitTokens(RID, "req-1", SAMPLING, int32([1, 2, 70000]), 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2]),
     wire.Accept(RID, 3, int32([1, 2, 3]), "a b c"),
@@ -53,7 +54,7 @@ MESSAGES: list[wire.Message] = [
         [wire.PromptLogprobs(RID, wire.Logprobs([1, 2], [-2.0, -0.5], [1, 0], [7], [-1.0], [3, 1]))],
     ),
     wire.Text(
-        [RID], [0], [40], ["hé"], [12], [2], int32([11, 12]), [wire.Finished(RID, 0, 12, "stop", "\n")],
+        [RID], [0], [40], [3], ["hé"], [12], [2], int32([11, 12]), [wire.Finished(RID, 0, 12, "stop", "\n")],
         [wire.Done(RID, 3, 0, 12)],
         [wire.TextLogprobs(0, [wire.TokenLogprob(11, b"h", -0.5, 2, 40, [wire.Candidate(12, b"\xc3", -0.25)])])],
         [wire.PromptText(RID, [wire.TokenLogprob(7, b"a", None, 0, 0, [])])],

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import httpx
 import zmq
 
+from shared.channels import CONTENT
 from shared.codec import int32
 from shared.ids import new_epoch
 from shared.sampling import SamplingDefaults
@@ -211,17 +212,24 @@ class Answer:
     def reject(self, status: int, code: str, param: str, message: str, retry_after: float | None = None) -> None:
         self.send(Reject(self.rid, status, code, param, message, retry_after))
 
-    def text(self, text: str, tokens: int = 1, ids: list[int] | None = None, offset: int | None = None) -> None:
+    def text(
+        self,
+        text: str,
+        tokens: int = 1,
+        ids: list[int] | None = None,
+        offset: int | None = None,
+        channel: int = CONTENT,
+    ) -> None:
         if offset is None:
             offset, self.chars = self.chars, self.chars + len(text)
             self.tokens += tokens
         ids = ids or []
-        self.send(Text([self.rid], [0], [offset], [text], [self.tokens], [len(ids)], int32(ids)))
+        self.send(Text([self.rid], [0], [offset], [channel], [text], [self.tokens], [len(ids)], int32(ids)))
 
     def finish(self, reason: str = "stop", stop_reason: str = "", message: str = "", cached: int = 0) -> None:
         finished = Finished(self.rid, 0, self.tokens, reason, stop_reason, message)
         done = Done(self.rid, 5, cached, self.tokens)
-        self.send(Text([], [], [], [], [], [], int32([]), [finished], [done]))
+        self.send(Text([], [], [], [], [], [], [], int32([]), [finished], [done]))
 
 
 class Gateway:

@@ -95,6 +95,15 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"suffix": "x"}, "suffix", "not supported"),
 ]
 
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": "hi"}, "messages", "list, got 'hi'"),
@@ -111,7 +120,18 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "x"}] * (MAX_MODEL_LEN + 1)}, "messages", f"{MAX_MODEL_LEN}"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "contradicts"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
+    ({"tools": [tool("no spaces")]}, "tools.0.function.name", "^[a-zA-Z0-9_-]{1,64}$"),
+    ({"tools": [tool("x" * 65)]}, "tools.0.function.name", "^[a-zA-Z0-9_-]{1,64}$"),
+    ({"tools": [tool("f"), tool("f")]}, "tools.1.function.name", "'f' is the name of another tool"),
+    ({"tools": [tool("f", parameters=[])]}, "tools.0.function.parameters", "dictionary"),
+    ({"tools": [tool("f", parameters={"type": "string"})]}, "tools.0.function.parameters", "type 'object', its type"),
+    ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
+    ({"tool_choice": "auto"}, "tool_choice", "only allowed when tools are given"),
+    ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "'required'"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice", "{'name': string}"),
+    ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice.function.name", "'g' is not among the tools"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"logprobs": 1}, "logprobs", "valid boolean"),
     ({"top_logprobs": 1}, "top_logprobs", "only when logprobs is true"),

@@ -255,7 +255,7 @@ def test_a_gap_is_asked_for_and_overlap_is_dropped(pipeline: Pipeline, client: h
     # The end belongs to what comes after the gap and must not overtake it.
     answer.tokens = 3
     answer.finish("stop")
-    answer.send(Text([answer.rid], [0], [0], ["one two lost"], [3], [0], int32([])))
+    answer.send(Text([answer.rid], [0], [0], [0], ["one two lost"], [3], [0], int32([])))
     assert streamed.next()["choices"][0]["text"] == " two lost"
     answer.finish("stop")
     events = streamed.rest()

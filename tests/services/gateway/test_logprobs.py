@@ -33,8 +33,8 @@ def told(answer: Answer, *, prompt: bool = False) -> None:
     """The first character, then the word, with their tokens."""
     prompts = [PromptText(answer.rid, PROMPT)] if prompt else []
     first, second = [TextLogprobs(0, OUTPUT[:2])], [TextLogprobs(0, OUTPUT[2:])]
-    answer.send(Text([answer.rid], [0], [0], ["😀"], [2], [0], int32([]), logprobs=first, prompts=prompts))
-    answer.send(Text([answer.rid], [0], [1], [" ok"], [3], [0], int32([]), logprobs=second))
+    answer.send(Text([answer.rid], [0], [0], [0], ["😀"], [2], [0], int32([]), logprobs=first, prompts=prompts))
+    answer.send(Text([answer.rid], [0], [1], [0], [" ok"], [3], [0], int32([]), logprobs=second))
     answer.tokens, answer.chars = 3, 4
 
 
@@ -151,7 +151,7 @@ def test_echo_without_output_gives_the_prompt_back(pipeline: Pipeline, client: h
     assert answer.submit.sampling.max_tokens == 1
     answer.accept(prompt="a b")
     answer.send(
-        Text([answer.rid], [0], [0], ["x"], [1], [0], int32([]), [], [], [TextLogprobs(0, OUTPUT[2:])],
+        Text([answer.rid], [0], [0], [0], ["x"], [1], [0], int32([]), [], [], [TextLogprobs(0, OUTPUT[2:])],
              [PromptText(answer.rid, PROMPT)])
     )  # fmt: skip
     answer.tokens = 1
@@ -181,7 +181,7 @@ def test_text_that_comes_before_a_lost_prompt_is_asked_for_again(pipeline: Pipel
     answer.text("x")
     assert pipeline.tokenizer.expect(Resume) == Resume(answer.rid, 0, 0)
     prompts = [PromptText(answer.rid, PROMPT)]
-    answer.send(Text([answer.rid], [0], [0], ["x"], [1], [0], int32([]), prompts=prompts))
+    answer.send(Text([answer.rid], [0], [0], [0], ["x"], [1], [0], int32([]), prompts=prompts))
     answer.finish("length")
     choice = posted.response().json()["choices"][0]
     assert choice["text"] == "x" and choice["prompt_logprobs"][0] is None and len(choice["prompt_logprobs"]) == 2

@@ -33,12 +33,12 @@ def test_logprobs_come_with_the_chunks_that_cover_their_tokens(byte_level: Libra
     ids = library_ids(byte_level, TEXT)
     pieces = Pieces(byte_level)
     sequence = OutputSequence(pieces, stops=StopStrings(["end!"]))
-    taken = []
+    chunks = []
     for index, id in enumerate(ids):
         sequence.push([id], [found(index)])
-        taken.append(sequence.take())
+        chunks += sequence.take()
     sequence.end(Finished(1, 0, len(ids), "length"))
-    chunks = [chunk for chunk in [*taken, sequence.take()] if chunk is not None]
+    chunks += sequence.take()
     assert all([one.id for one in chunk.logprobs] == chunk.ids for chunk in chunks)
     told = [one for chunk in chunks for one in chunk.logprobs]
     assert [(one.logprob, one.rank) for one in told] == [found(index)[:2] for index in range(len(ids))]
@@ -46,9 +46,9 @@ def test_logprobs_come_with_the_chunks_that_cover_their_tokens(byte_level: Libra
     for index, one in enumerate(told):
         before = b"".join(own_bytes(pieces, id) for id in ids[:index])
         assert one.offset == len(before.decode(errors="ignore"))
-    again = sequence.since(0)
+    (again,) = sequence.since(0)
     assert (again.text, again.logprobs) == (TEXT, told)
-    later = sequence.since(10)
+    (later,) = sequence.since(10)
     assert [one.id for one in later.logprobs] == later.ids and len(later.ids) < len(ids)
 
 
@@ -68,8 +68,7 @@ def test_no_stop_string_ends_an_output_before_its_min_tokens(byte_level: Library
         sequence = OutputSequence(Pieces(byte_level), stops=StopStrings(["end"]), min_tokens=least)
         sequence.push(ids)
         sequence.end(Finished(1, 0, len(sequence.ids), "length"))
-        chunk = sequence.take()
-        texts[least] = "" if chunk is None else chunk.text
+        texts[least] = "".join(chunk.text for chunk in sequence.take())
     assert texts == {0: "one ", first: "one end two ", 100: "one end two end three"}
 
 

@@ -21,13 +21,12 @@ def finish(sequence: OutputSequence) -> None:
 
 def run(sequence: OutputSequence, ids: list[int], cuts: list[int]) -> list[Chunk]:
     """Feeds ``ids`` cut at ``cuts`` and takes after each part."""
-    chunks = []
+    chunks: list[Chunk] = []
     for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
         sequence.push(ids[start:end])
-        chunks.append(sequence.take())
+        chunks += sequence.take()
     finish(sequence)
-    chunks.append(sequence.take())
-    return [chunk for chunk in chunks if chunk is not None]
+    return [*chunks, *sequence.take()]
 
 
 def expected_text(library: Library, ids: list[int], stops: list[str], include: bool) -> tuple[str, int]:
@@ -84,7 +83,7 @@ def test_any_offset_can_be_told_again(
     seen = data.draw(st.integers(0, len(chunks)))
     text = "".join(chunk.text for chunk in chunks[:seen])
     tokens = chunks[seen - 1].token_count if seen else 0
-    again = sequence.since(len(text))
+    (again,) = sequence.since(len(text))
     assert text + again.text == byte_level.decode(ids)
     assert again.token_count == len(ids)
     first = again.token_count - len(again.ids)
@@ -98,18 +97,18 @@ def test_ids_wait_for_their_text(byte_level: Library) -> None:
     assert byte_level.decode(ids) == "한"
     sequence = OutputSequence(Pieces(byte_level))
     sequence.push(ids[:2])
-    assert sequence.take() is None
+    assert sequence.take() == []
     sequence.push(ids[2:])
-    assert sequence.take() == Chunk(0, "한", 3, ids)
+    assert sequence.take() == [Chunk(0, "한", 3, ids)]
 
 
 def test_an_incomplete_tail_is_given_out_at_the_end(byte_level: Library) -> None:
     ids = [byte_level.token_to_id("a"), byte_level.token_to_id("í")]
     sequence = OutputSequence(Pieces(byte_level))
     sequence.push(ids)
-    assert sequence.take() == Chunk(0, "a", 1, ids[:1])
+    assert sequence.take() == [Chunk(0, "a", 1, ids[:1])]
     finish(sequence)
-    assert sequence.take() == Chunk(1, "�", 2, ids[1:])
+    assert sequence.take() == [Chunk(1, "�", 2, ids[1:])]
     assert byte_level.decode(ids) == "a�"
 
 
@@ -117,10 +116,10 @@ def test_eos_has_no_text_even_when_special_tokens_are_shown(byte_level: Library)
     a, end = byte_level.token_to_id("a"), byte_level.token_to_id("<|im_end|>")
     sequence = OutputSequence(Pieces(byte_level), silent=frozenset({end}), skip_special=False)
     sequence.push([a, end])
-    assert sequence.take() == Chunk(0, "a", 2, [a, end])
+    assert sequence.take() == [Chunk(0, "a", 2, [a, end])]
     shown = OutputSequence(Pieces(byte_level), skip_special=False)
     shown.push([a, end])
-    assert shown.take() == Chunk(0, "a<|im_end|>", 2, [a, end])
+    assert shown.take() == [Chunk(0, "a<|im_end|>", 2, [a, end])]
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ABC"), (True, "ABCDEFGHIJ")])
@@ -130,8 +129,7 @@ def test_no_part_of_a_stop_string_is_given_out(byte_level: Library, include: boo
     given_out = ""
     for id in ids:
         sequence.push([id])
-        chunk = sequence.take()
-        given_out += chunk.text if chunk else ""
+        given_out += "".join(chunk.text for chunk in sequence.take())
         assert text.startswith(given_out)
     assert given_out == text and sequence.stop_string == "DEFGHIJ"
     assert len(sequence.ids) == next(n for n in range(len(ids)) if "DEFGHIJ" in byte_level.decode(ids[:n]))

@@ -1,0 +1,77 @@
+"""The functions a chat's model may call, as OpenAI's API describes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from services.gateway.fields import shown
+from services.gateway.model import Model, invalid
+from shared.errors import RequestError
+from shared.wire import ToolUse
+
+MODES = ("none", "auto", "required")
+
+
+def _schema(value: dict[str, Any]) -> dict[str, Any]:
+    kind = value.get("type", "object")
+    if kind != "object":
+        raise invalid(f"should be a JSON schema of type 'object', its type is {shown(kind)}")
+    return value
+
+
+class Function(Model):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_schema)] | None = None
+    strict: bool | None = None
+
+
+class Tool(Model):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Model):
+    name: str
+
+
+class NamedTool(Model):
+    """A tool_choice that names the function to call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def check_choice(value: Any) -> str | NamedTool | None:
+    if value is None or (isinstance(value, str) and value in MODES):
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        function = value.get("function")
+        if value.keys() == {"type", "function"} and isinstance(function, dict) and function.keys() == {"name"}:
+            return NamedTool.model_validate(value)
+    named = "{'type': 'function', 'function': {'name': string}}"
+    raise invalid(f"should be 'none', 'auto', 'required' or {named}, got {shown(value)}")
+
+
+def use_of(tools: list[Tool] | None, choice: str | NamedTool | None, parallel: bool) -> ToolUse | None:
+    """What a tokenizer needs to know of the tools; None when there are none. Raises RequestError for what cannot be."""
+    if not tools:
+        if choice not in (None, "none"):
+            raise RequestError("tool_choice: only allowed when tools are given", param="tool_choice")
+        return None
+    names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            param = f"tools.{index}.function.name"
+            raise RequestError(f"{param}: {name!r} is the name of another tool too", param=param)
+    plain = [tool.model_dump(exclude_none=True) for tool in tools]
+    if not isinstance(choice, NamedTool):
+        return ToolUse(plain, choice or "auto", "", parallel)
+    if choice.function.name not in names:
+        raise RequestError(
+            f"tool_choice.function.name: {shown(choice.function.name)} is not among the tools",
+            param="tool_choice.function.name",
+        )
+    return ToolUse(plain, "function", choice.function.name, parallel)
