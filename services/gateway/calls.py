@@ -169,6 +169,8 @@ class Output:
         return delta
 
     def _parts(self) -> list[Part]:
+        if self._channels == [CONTENT]:  # nearly every time
+            return [Content(self._texts[0])]
         parts: list[Part] = []
         for channel, run in groupby(zip(self._channels, self._texts, strict=True), lambda entry: entry[0]):
             text, call = "".join(text for _, text in run), call_of(channel)

@@ -20,7 +20,14 @@ class Chat(Shape[ChatRequest]):
     def submits(self, asked: ChatRequest, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
         submit = self.common(asked, limits, request_id, tenant, "chat", add_special_tokens=False)
         messages = [message.plain() for message in asked.messages]
-        return [submit(messages=messages, template_kwargs=asked.chat_template_kwargs or {}, tools=asked.tool_use)]
+        return [
+            submit(
+                messages=messages,
+                template_kwargs=asked.template_variables,
+                tools=asked.tool_use,
+                chat_template=asked.chat_template or "",
+            )
+        ]
 
     def envelope(self, asked: ChatRequest, requests: list[Request]) -> dict[str, Any]:
         extra: dict[str, Any] = {"prompt_token_ids": requests[0].prompt_ids} if asked.return_token_ids else {}
@@ -32,12 +39,14 @@ class Chat(Shape[ChatRequest]):
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def pieces(self, asked: ChatRequest, request: Request, delta: Delta) -> list[dict[str, Any]]:
-        """One choice for each part, as clients put a call together by its entries' order; the last tells the rest."""
+        """One choice for each part, because clients take one entry of a call from a chunk; the last tells the rest."""
         deltas = [_delta_of(part) for part in delta.parts if asked.shows_reasoning or not isinstance(part, Reasoning)]
-        if not deltas:
-            deltas.append({} if delta.finished is not None else {"content": ""})
         ids = {"token_ids": delta.ids} if asked.return_token_ids else {}
         told = self._logprobs(asked, delta) if delta.logprobs else None
+        if not deltas:
+            if delta.finished is None and not ids and told is None:
+                return []
+            deltas.append({} if delta.finished is not None else {"content": ""})
         choices = [{"delta": one, "logprobs": None, "finish_reason": None} for one in deltas[:-1]]
         last = {"delta": deltas[-1], "logprobs": told, **self._finish(asked, delta), **ids}
         return [*choices, last]

@@ -52,7 +52,7 @@ class Shape(ABC, Generic[R]):
 
     @abstractmethod
     def pieces(self, asked: R, request: Request, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of chunks, at least one."""
+        """The choices of chunks; none when there is nothing in it that the client wants."""
 
     @abstractmethod
     def whole(self, asked: R, request: Request, delta: Delta) -> dict[str, Any]:

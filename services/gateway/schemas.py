@@ -93,13 +93,12 @@ def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
     return prompts
 
 
-def _content(value: Any) -> str | None:
-    """Text, or the text parts of a list joined by line ends."""
+def _content(value: Any) -> str | list[dict[str, str]] | None:
+    """Text, or a list of text parts."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise invalid("should be a string or a list of text parts")
-    texts: list[str] = []
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise invalid(f"part {index} should be an object with a type, got {shown(part)}")
@@ -107,8 +106,7 @@ def _content(value: Any) -> str | None:
             raise invalid(f"part {index} has type {shown(part['type'])}; only 'text' is supported")
         if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
             raise invalid(f"part {index} should be {{'type': 'text', 'text': string}}, got {shown(part)}")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return value
 
 
 def _stops(value: Any) -> Any:
@@ -184,16 +182,22 @@ class StreamOptions(Model):
 
 class Message(Model):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, PlainValidator(_content)] = None
+    content: Annotated[str | list[dict[str, str]] | None, PlainValidator(_content)] = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None  # these three come back with answers of OpenAI's, and say nothing here
+    audio: None = None
+    function_call: None = None
 
     def plain(self) -> dict[str, Any]:
-        """For the chat template, which knows OpenAI's newer name of the system role as "system"."""
-        fields = self.model_dump(exclude_none=True)
+        """For the chat template, which knows newer names by the older ones: "system" and "reasoning_content"."""
+        fields = self.model_dump(exclude_none=True, exclude={"annotations", "reasoning"})
+        if self.reasoning is not None:
+            fields.setdefault("reasoning_content", self.reasoning)
         return {**fields, "role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
 
 
@@ -393,7 +397,11 @@ class ChatRequest(GenerationRequest):
     tool_choice: Annotated[str | NamedTool | None, PlainValidator(check_choice)] = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
 
     @property
     def tool_use(self) -> ToolUse | None:
@@ -416,6 +424,13 @@ class ChatRequest(GenerationRequest):
     @property
     def top_wanted(self) -> int:
         return (self.top_logprobs or 0) if self.logprobs else -1
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools. Raises RequestError."""
+        return template_variables(
+            self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message, self.documents
+        )
 
     def check(self) -> None:
         super().check()
@@ -464,13 +479,18 @@ class TokenizeRequest(Model):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("prompt: give either prompt or messages", param="prompt")
         check_messages(self.messages or [])
+        use_of(self.tools, None, True)
+        template_variables(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
 
     def prompt_args(self) -> dict[str, Any]:
         """The arguments of a tokenizer's ``tokenize`` query."""
@@ -503,6 +523,24 @@ class ExplainRequest(TokenizeRequest):
             super().check()
         elif not (self.prompt is None and self.messages is None):
             raise RequestError("tokens: give one of prompt, messages and tokens", param="tokens")
+
+
+def template_variables(
+    given: dict[str, Any] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    documents: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """chat_template_kwargs, and over them the variables that are fields of their own. Raises RequestError."""
+    if add_generation_prompt and continue_final_message:
+        message = "continue_final_message: cannot be true together with add_generation_prompt"
+        raise RequestError(message, code="invalid_value", param="continue_final_message")
+    fields = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "documents": documents,
+    }
+    return {**(given or {}), **{name: value for name, value in fields.items() if value is not None}}
 
 
 def check_messages(messages: list[Message]) -> None:

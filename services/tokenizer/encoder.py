@@ -10,17 +10,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from services.tokenizer.messages import normalize
+from services.tokenizer.chat import Conversation, render
+from services.tokenizer.config import ChatSettings
+from services.tokenizer.foreign_template import ForeignTemplates
+from services.tokenizer.messages import characters
 from services.tokenizer.parsers.output import OutputParser
 from services.tokenizer.stop import StopStrings
 from services.tokenizer.tokenizer import Tokenizer
 from shared.codec import Int32, int32
 from shared.errors import RequestError
-from shared.wire import SubmitText, Welcome
+from shared.wire import SubmitText, ToolUse, Welcome
 
 T = TypeVar("T")
 MAX_WAITING = 1024  # prompts in the pool and before it
-RESERVED_VARIABLES = ("messages",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,10 @@ class Prompt:
 class Encoder:
     """Encodes off the event loop. ``limits`` of its methods are the scheduler's (``max_model_len``, ``vocab_size``)."""
 
-    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, threads: int, chat: ChatSettings | None = None) -> None:
         self._tokenizer = tokenizer
+        self._chat = chat or ChatSettings()
+        self._foreign = ForeignTemplates(tokenizer.specials, tokenizer.format, self._chat)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         self._waiting = 0
 
@@ -53,43 +57,50 @@ class Encoder:
 
     async def prompt(self, message: SubmitText, limits: Welcome) -> Prompt:
         """Raises RequestError: 400 for what is wrong with the request, 503 when too many wait."""
-        return await self._run(self._prompt, message, limits)
+        chat = None
+        if message.messages is not None:
+            chat = Conversation(message.messages, message.template_kwargs, message.tools, message.chat_template)
+        return await self._run(self._prompt, message, chat, await self._rendered_elsewhere(chat), limits)
 
     async def tokenize(self, args: dict[str, Any], limits: Welcome) -> dict[str, Any]:
         """Answers the body of /tokenize: a ``prompt``, or ``messages`` to be put through the chat template."""
-        return await self._run(self._tokenize, args, limits)
+        chat = _conversation(args)
+        return await self._run(self._tokenize, args, chat, await self._rendered_elsewhere(chat), limits)
 
     async def detokenize(self, args: dict[str, Any], limits: Welcome) -> dict[str, Any]:
         """Answers the body of /detokenize, ``{"tokens": [...]}``."""
         return await self._run(self._detokenize, args, limits)
 
-    async def _run(self, work: Callable[[Any, Welcome], T], argument: Any, limits: Welcome) -> T:
+    async def _rendered_elsewhere(self, chat: Conversation | None) -> str:
+        """The prompt of a chat that brings its own template; empty for any other."""
+        return await self._foreign.render(chat) if chat is not None and chat.template else ""
+
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
         if self._waiting >= MAX_WAITING:
             raise RequestError(
                 f"{self._waiting} prompts wait to be encoded, the limit", status=503, code="overloaded", retry_after=1.0
             )
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work, argument, limits)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
         finally:
             self._waiting -= 1
 
     # ---- in the pool ----
 
-    def _prompt(self, message: SubmitText, limits: Welcome) -> Prompt:
+    def _prompt(self, message: SubmitText, chat: Conversation | None, rendered: str, limits: Welcome) -> Prompt:
         param = "messages" if message.messages is not None else "prompt"
         wanted = message.sampling.max_tokens
         _check_vocabulary(message.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
         if "" in message.stop:
             raise RequestError("stop contains an empty string", param="stop")
         parser = None
-        if message.messages is not None:
-            options = dict(message.template_kwargs)
-            if message.tools is not None and message.tools.choice != "none":
-                options["tools"] = message.tools.tools
-            text = self._render(message.messages, options, limits, wanted)
-            ids = self._encode(text, message.add_special_tokens, limits, wanted, param)
-            parser = self._tokenizer.format.parser(message.tools, text)
+        if chat is not None:
+            rendered = rendered or self._render(chat, limits, wanted)
+            ids = self._encode(rendered, message.add_special_tokens, limits, wanted, param)
+            parser = self._tokenizer.format.parser(message.tools, rendered)
+            if message.tools is not None and message.tools.choice in ("required", "function"):
+                raise RequestError("tool_choice: calls cannot be demanded yet", param="tool_choice")
         elif message.prompt is not None:
             ids = self._encode(message.prompt, message.add_special_tokens, limits, wanted, param)
             if not len(ids) and self._tokenizer.bos_id is not None:
@@ -131,20 +142,16 @@ class Encoder:
             return message.prompt
         return self._tokenizer.decode(ids.tolist(), message.skip_special_tokens)
 
-    def _render(self, messages: list[Any], options: dict[str, Any], limits: Welcome, wanted: int | None) -> str:
-        conversation = normalize(messages)
-        for name in RESERVED_VARIABLES:
-            if name in options:
-                raise RequestError(f"{name} cannot be a template variable", param=f"chat_template_kwargs.{name}")
-        template = self._tokenizer.template_for(options.get("tools"))
+    def _render(self, chat: Conversation, limits: Welcome, wanted: int | None) -> str:
+        self._check_characters(characters(chat.messages), limits, wanted, "messages")
+        template = self._tokenizer.template_for(chat.tools)
         if template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template",
                 code="no_chat_template",
                 param="messages",
             )
-        self._check_characters(sum(len(m.get("content", "")) for m in conversation), limits, wanted, "messages")
-        return template.render(conversation, {"add_generation_prompt": True, **options})
+        return render(template, chat, self._tokenizer.format, self._chat)
 
     def _encode(self, text: str, add_special_tokens: bool, limits: Welcome, wanted: int | None, param: str) -> Int32:
         self._check_characters(len(text), limits, wanted, param)
@@ -162,16 +169,14 @@ class Encoder:
         if longest is not None and characters > limits.max_model_len * longest:
             raise _too_long(-(-characters // longest), wanted, limits.max_model_len, param, "at least ")
 
-    def _tokenize(self, args: dict[str, Any], limits: Welcome) -> dict[str, Any]:
+    def _tokenize(
+        self, args: dict[str, Any], chat: Conversation | None, rendered: str, limits: Welcome
+    ) -> dict[str, Any]:
         # A template writes its own BOS, so special tokens are not added to a conversation unless asked for.
-        special = _flag(args, "add_special_tokens", "messages" not in args)
-        if "messages" in args:
-            options = dict(args.get("chat_template_kwargs") or {})
-            for name in ("add_generation_prompt", "continue_final_message", "tools"):
-                if args.get(name) is not None:
-                    options[name] = args[name]
-            text = self._render(args["messages"], options, limits, None)
-            ids = self._encode(text, special, limits, None, "messages").tolist()
+        special = _flag(args, "add_special_tokens", chat is None)
+        if chat is not None:
+            rendered = rendered or self._render(chat, limits, None)
+            ids = self._encode(rendered, special, limits, None, "messages").tolist()
         elif isinstance(args.get("prompt"), str):
             ids = self._encode(args["prompt"], special, limits, None, "prompt").tolist()
         else:
@@ -185,6 +190,18 @@ class Encoder:
             raise RequestError("tokens must be an array of integers", param="tokens")
         _check_vocabulary(tokens, limits.vocab_size, "tokens")
         return {"prompt": self._tokenizer.decode(tokens)}
+
+
+def _conversation(args: dict[str, Any]) -> Conversation | None:
+    """The chat of a query, if it is one. tools: as OpenAI's API has them."""
+    if "messages" not in args:
+        return None
+    variables = dict(args.get("chat_template_kwargs") or {})
+    for name in ("add_generation_prompt", "continue_final_message", "documents"):
+        if args.get(name) is not None:
+            variables[name] = args[name]
+    tools = ToolUse(args["tools"]) if args.get("tools") else None
+    return Conversation(args["messages"], variables, tools, args.get("chat_template") or "")
 
 
 def _flag(args: dict[str, Any], name: str, default: bool) -> bool:

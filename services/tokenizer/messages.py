@@ -1,7 +1,8 @@
-"""OpenAI chat messages as templates expect them: dicts whose content is text."""
+"""OpenAI chat messages as templates expect them: dicts whose content is text, or text in parts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -9,13 +10,31 @@ from shared.errors import RequestError
 
 
 def normalize(messages: Any) -> list[dict[str, Any]]:
-    """Checked copies of ``messages``: text parts joined by line feeds, nulls left out, tool arguments parsed.
+    """Checked copies of ``messages``: nulls left out, tool arguments parsed where they are JSON.
 
     Raises RequestError naming the message and field that is wrong.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a non-empty array", param="messages")
     return [_message(message, f"messages.{i}") for i, message in enumerate(messages)]
+
+
+def text_of(content: str | list[dict[str, str]]) -> str:
+    """Parts are joined by line feeds."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def characters(messages: Any) -> int:
+    """Characters of all contents; whatever is no message has none."""
+    listed = messages if isinstance(messages, list) else []
+    contents = [message.get("content") for message in listed if isinstance(message, dict)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def parts_of(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -34,12 +53,12 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return result
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(f"{where} must be a string or an array of parts, not {_name(content)}", param=where)
-    texts = []
+    parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind is None:
@@ -50,12 +69,15 @@ def _content(content: Any, where: str) -> str:
             )
         if not isinstance(part.get("text"), str):
             raise RequestError(f"{where}.{i}.text must be a string", param=f"{where}.{i}.text")
-        texts.append(part["text"])
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:
-    """OpenAI sends a call's arguments as JSON text; templates print them as objects."""
+    """OpenAI sends a call's arguments as JSON text; templates print them as objects.
+
+    What a model wrote and is no JSON stays text: the conversation has to go on.
+    """
     if not isinstance(calls, list):
         raise RequestError(f"{where} must be an array, not {_name(calls)}", param=where)
     result = []
@@ -65,11 +87,11 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
             raise RequestError(f"{where}.{i}.function must be an object", param=f"{where}.{i}.function")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments) if arguments else {}
-            except (ValueError, RecursionError) as error:
-                name = f"{where}.{i}.function.arguments"
-                raise RequestError(f"{name} is not valid JSON: {error}", param=name) from error
+        for field, value in (("id", call.get("id")), ("function.name", function.get("name"))):
+            if not isinstance(value, str | None):
+                raise RequestError(f"{where}.{i}.{field} must be a string", param=f"{where}.{i}.{field}")
         result.append({**call, "function": {**function, "arguments": arguments}})
     return result
 

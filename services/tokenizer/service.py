@@ -76,7 +76,7 @@ class Service:
         self._ended = asyncio.Event()
         self._draining = False
         self._exit_code = 0
-        self._encoder = Encoder(tokenizer, config.encode_threads)
+        self._encoder = Encoder(tokenizer, config.encode_threads, config.chat)
         self._streams = Streams(
             tokenizer.pieces,
             self._encoder,

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -31,7 +32,8 @@ class _Generation(jinja2.ext.Extension):
 class ChatTemplate:
     """One compiled template, rendered in a sandbox with what Hugging Face templates may use.
 
-    specials: ``bos_token``, ``eos_token`` and so on, as text.
+    specials: ``bos_token``, ``eos_token`` and so on, as text. knows_tools: it shows the model the tools it may call.
+    takes_parts: it goes through a message's content part by part, so content is a list of them.
     """
 
     def __init__(self, source: str, specials: Mapping[str, str]) -> None:
@@ -42,8 +44,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
+            tree = environment.parse(source)
+            self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
+            self.takes_parts = _goes_through_content(tree)
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
         self._specials = dict(specials)
 
@@ -60,10 +65,7 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
-        content = messages[-1].get("content") or ""
-        if _TAIL in content:
-            raise RequestError("the final message contains a reserved control sequence", param="messages")
-        text = self._render([*messages[:-1], {**messages[-1], "content": content + _TAIL}], variables)
+        text = self._render([*messages[:-1], {**messages[-1], "content": _with_tail(messages[-1])}], variables)
         head, found, _ = text.rpartition(_TAIL)
         if not found:
             raise RequestError(
@@ -76,12 +78,42 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render(messages=messages, **variables)
+        except MemoryError:
+            raise
         except RecursionError as error:
             raise RequestError("the messages are nested too deeply", param="messages") from error
         except Exception as error:  # a template is a foreign program: whatever it raises is about this conversation
             raise RequestError(
                 f"the chat template refuses these messages: {error}", code="chat_template_error", param="messages"
             ) from error
+
+
+def _with_tail(message: Mapping[str, Any]) -> str | list[Any]:
+    content = message.get("content") or ""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    if _TAIL in parts[-1]["text"]:
+        raise RequestError("the final message contains a reserved control sequence", param="messages")
+    last = {**parts[-1], "text": parts[-1]["text"] + _TAIL}
+    return last["text"] if isinstance(content, str) else [*parts[:-1], last]
+
+
+def _goes_through_content(tree: jinja2.nodes.Template) -> bool:
+    """Whether there is a loop over a message's ``content``, by that name or by one that it was given."""
+    names = {"content"}
+
+    def is_content(node: jinja2.nodes.Node | None) -> bool:
+        if isinstance(node, jinja2.nodes.Getattr):
+            return node.attr == "content"
+        if isinstance(node, jinja2.nodes.Getitem):
+            return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+        if isinstance(node, jinja2.nodes.Filter):
+            return is_content(node.node)
+        return isinstance(node, jinja2.nodes.Name) and node.name in names
+
+    for assign in tree.find_all(jinja2.nodes.Assign):
+        if isinstance(assign.target, jinja2.nodes.Name) and is_content(assign.node):
+            names.add(assign.target.name)
+    return any(is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
 
 
 def _raise_exception(message: str) -> NoReturn:

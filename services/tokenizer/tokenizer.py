@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])
 class Tokenizer:
     """Thread-safe. max_chars_per_token: no token stands for more characters of input (None: unknown).
 
-    format: how the model writes tool calls and reasoning.
+    format: how the model writes tool calls and reasoning. specials: the texts of named special tokens, for templates.
     """
 
     def __init__(
@@ -47,9 +47,11 @@ class Tokenizer:
         template: ChatTemplate | None = None,
         tool_template: ChatTemplate | None = None,
         format: OutputFormat = NO_FORMAT,
+        specials: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
         self.format = format
+        self.specials = dict(specials or {})
         self.bos_id = bos_id
         self._template, self._tool_template = template, tool_template
         self.pieces = Pieces(backend)
@@ -59,9 +61,10 @@ class Tokenizer:
     def load(
         cls, folder: Path, chat_template: str = "", *, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> Tokenizer:
-        """Reads a model folder. chat_template: a file to use instead of the model's. Raises ConfigError.
+        """Reads a model folder. Raises ConfigError.
 
-        tool_parser and reasoning_parser: as ``OutputFormat.choose`` takes them.
+        chat_template: a template to use instead of the model's, or a file with one. tool_parser, reasoning_parser: as
+        ``OutputFormat.choose`` takes them.
         """
         file = folder / "tokenizer.json"
         config = _read_json(folder / "tokenizer_config.json")
@@ -75,10 +78,7 @@ class Tokenizer:
         _add_tokens(backend, config, list(specials.values()))
         sources = _templates(folder, config)
         if chat_template:
-            try:
-                sources = {"default": Path(chat_template).read_text()}
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"--chat-template {chat_template}: {error}") from error
+            sources = {"default": _given(chat_template)}
         compiled = {name: ChatTemplate(source, specials) for name, source in sources.items()}
         bos = specials.get("bos_token")
         return cls(
@@ -86,7 +86,14 @@ class Tokenizer:
             bos_id=backend.token_to_id(bos) if bos else None,
             template=compiled.get("default"),
             tool_template=compiled.get("tool_use"),
-            format=OutputFormat.choose(tool_parser, reasoning_parser, "".join(sources.values()), backend.token_to_id),
+            format=OutputFormat.choose(
+                tool_parser,
+                reasoning_parser,
+                "".join(sources.values()),
+                any(template.knows_tools for template in compiled.values()),
+                backend.token_to_id,
+            ),
+            specials=specials,
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
@@ -174,6 +181,16 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named: li
         if token not in present and backend.token_to_id(token) is not None:
             backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
             present.add(token)
+
+
+def _given(chat_template: str) -> str:
+    """What ``--chat-template`` stands for: a file's text, or itself where it is no name of a file but Jinja."""
+    if any(character in chat_template for character in "{}\n"):
+        return chat_template
+    try:
+        return Path(chat_template).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {chat_template}: {error}") from error
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -8,6 +8,7 @@ off later stays arguments. So nothing the model wrote is lost, and no answer fai
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable
 
 from services.tokenizer.parsers.transducer import END, Run, Transducer
@@ -29,6 +30,11 @@ class CallTransducer(Transducer):
         self._names, self._parallel = frozenset(names), parallel
         self._named = self._argued = False  # whether the call under way has told its name, its arguments
         super().__init__()
+
+    @staticmethod
+    @abstractmethod
+    def written(name: str, arguments: str) -> str:
+        """A call as models of this format write it; arguments: JSON."""
 
     def _attempt(self, call: Run, marker: str) -> Run:
         """Runs ``call``. If it breaks off, text up to ``marker``, which is left open, is content or stays arguments."""

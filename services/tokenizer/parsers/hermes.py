@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from services.tokenizer.parsers.calls import CallTransducer
 from services.tokenizer.parsers.transducer import END, Run
 from shared.channels import CONTENT
@@ -10,6 +12,10 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Hermes(CallTransducer):
+    @staticmethod
+    def written(name: str, arguments: str) -> str:
+        return f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{CLOSE}'
+
     def _run(self) -> Run:
         char = yield
         while (yield from self._until(OPEN, CONTENT, char)):

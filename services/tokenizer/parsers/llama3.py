@@ -6,6 +6,8 @@ because an answer may be JSON of its own.
 
 from __future__ import annotations
 
+import json
+
 from services.tokenizer.parsers.calls import CallTransducer
 from services.tokenizer.parsers.transducer import END, Run
 from shared.channels import CONTENT
@@ -14,6 +16,10 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3(CallTransducer):
+    @staticmethod
+    def written(name: str, arguments: str) -> str:
+        return f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}'
+
     def _run(self) -> Run:
         char = yield from self._little_space((yield))
         if char == "{":

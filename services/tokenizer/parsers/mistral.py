@@ -5,6 +5,7 @@ The second form may have ``[CALL_ID]...`` before its ``[ARGS]``, and the marker 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 
 from services.tokenizer.parsers.calls import CallTransducer, Malformed
@@ -15,6 +16,10 @@ OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class Mistral(CallTransducer):
+    @staticmethod
+    def written(name: str, arguments: str) -> str:
+        return f'{OPEN}[{{"name": {json.dumps(name)}, "arguments": {arguments}}}]'
+
     def _run(self) -> Run:
         char = yield
         while (yield from self._until(OPEN, CONTENT, char)):

@@ -68,12 +68,16 @@ class OutputFormat:
 
     @classmethod
     def choose(
-        cls, tools: str, reasoning: str, template: str, token_to_id: Callable[[str], int | None]
+        cls, tools: str, reasoning: str, template: str, knows_tools: bool, token_to_id: Callable[[str], int | None]
     ) -> OutputFormat:
-        """The parsers of these names; for ``auto`` those whose markers the chat template or the vocabulary has."""
+        """The parsers of these names; for ``auto`` those whose markers the chat template or the vocabulary has.
+
+        A model whose template knows no tools is told of them in words, and then writes calls as it is told.
+        """
         if tools == "auto":
-            found = (name for name, markers in MARKERS.items() if markers[0] in template or token_to_id(markers[0]))
-            tools = next(found, "")
+            first = ((name, markers[0]) for name, markers in MARKERS.items())
+            found = (name for name, marker in first if marker in template or token_to_id(marker) is not None)
+            tools = next(found, "" if knows_tools else "hermes")
         if reasoning == "auto":
             reasoning = "think" if think.CLOSE in template else ""
         tools, reasoning = "" if tools == "none" else tools, "" if reasoning == "none" else reasoning
@@ -84,9 +88,17 @@ class OutputFormat:
     def __str__(self) -> str:
         return f"tool calls: {self.tools or 'none'}, reasoning: {self.reasoning or 'none'}"
 
+    def inside(self, prompt: str) -> bool:
+        """Whether an answer to ``prompt`` begins as reasoning."""
+        return self.reasoning == "deepseek_r1" or (bool(self.reasoning) and prompt.rstrip().endswith(think.OPEN))
+
+    def written(self, name: str, arguments: str) -> str:
+        """A call as the model writes it."""
+        return TOOL_PARSERS[self.tools or "hermes"].written(name, arguments)
+
     def parser(self, use: ToolUse | None, prompt: str) -> Callable[[], OutputParser] | None:
         """What makes the parser of each answer to ``prompt``, a rendered chat; None: there is nothing to look for."""
-        inside = self.reasoning == "deepseek_r1" or prompt.rstrip().endswith(think.OPEN)
+        inside = self.inside(prompt)
         parse_calls = TOOL_PARSERS.get(self.tools) if use is not None and use.choice != "none" else None
         names = [tool["function"]["name"] for tool in use.tools] if use is not None else []
         parallel = use is None or use.parallel

@@ -139,6 +139,14 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"echo": True}, "echo", "not supported"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs", "dictionary"),
     ({"prompt": "x"}, "prompt", "not known"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "cannot be true together with add_generation_prompt",
+    ),
+    ({"chat_template": 5}, "chat_template", "valid string"),
+    ({"documents": ["x"]}, "documents.0", "valid dictionary"),
+    ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]}, "messages.0.audio", "None"),
 ]
 
 

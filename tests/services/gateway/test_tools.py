@@ -160,3 +160,32 @@ def test_lost_and_repeated_pieces_of_calls(pipeline: Pipeline, client: httpx.Cli
     message = posted.response().json()["choices"][0]["message"]
     assert message["content"] == "see"
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "f", "arguments": '{"a": 1}'}]
+
+
+def test_what_templates_are_given(pipeline: Pipeline, client: httpx.Client) -> None:
+    """Fields of their own go over chat_template_kwargs; an answer's message can be sent back as it came."""
+    came = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+    }
+    body = {
+        "messages": [*CHAT["messages"], {**came, "reasoning": "Hm.", "tool_calls": []}],
+        "chat_template": "{{ x }}",
+        "chat_template_kwargs": {"x": 1, "add_generation_prompt": True},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "documents": [{"text": "y"}],
+    }
+    posted = Posted(client, "/v1/chat/completions", body)
+    answer = pipeline.tokenizer.submitted()
+    answer.reject(400, "", "", "enough")
+    posted.response()
+    assert answer.submit.chat_template == "{{ x }}"
+    variables = {"x": 1, "add_generation_prompt": False, "continue_final_message": True, "documents": [{"text": "y"}]}
+    assert answer.submit.template_kwargs == variables
+    last = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": []}
+    assert answer.submit.messages == [*CHAT["messages"], last]

@@ -102,10 +102,8 @@ def test_text_parts_are_joined(encoder: Encoder) -> None:
         (user([{"type": "image_url", "image_url": {}}]), "messages.0.content.0.type"),
         (user([{"type": "text", "text": None}]), "messages.0.content.0.text"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls.0.function"),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
-            "messages.0.tool_calls.0.function.arguments",
-        ),
+        ([{"role": "assistant", "tool_calls": [{"id": 5, "function": {}}]}], "messages.0.tool_calls.0.id"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}], "messages.0.tool_calls.0.function.name"),
         (user("lone \ud800 surrogate"), "messages"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ from tokenizers import Tokenizer as Library
 
 from services.tokenizer.detokenizer import Pieces
 from services.tokenizer.encoder import Prompt
+from services.tokenizer.parsers.hermes import Hermes
+from services.tokenizer.parsers.output import OutputParser
+from services.tokenizer.parsers.think import ThinkSplitter
+from services.tokenizer.parsers.transducer import Piece, joined
 from services.tokenizer.stop import StopStrings
 from services.tokenizer.streams import Streams
 from shared.codec import int32
@@ -43,12 +48,14 @@ class Gate:
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
+        self.parser: Callable[[], OutputParser] | None = None
 
     async def prompt(self, message: SubmitText, limits: Welcome) -> Prompt:
         await self.open.wait()
         if message.prompt == "bad":
             raise RequestError("bad prompt", code="bad", param="prompt")
-        return Prompt(int32([5, 6, 7]), 100, StopStrings(message.stop) if message.stop else None)
+        stops = StopStrings(message.stop) if message.stop else None
+        return Prompt(int32([5, 6, 7]), 100, stops, parser=self.parser)
 
 
 class Table:
@@ -359,17 +366,18 @@ class Receiver:
 
     def __init__(self) -> None:
         self.text, self.ids, self.done = "", list[int](), False
+        self.pieces: list[Piece] = []
         self.finished: Finished | None = None
 
     def take(self, message: Text) -> int | None:
         """The offset to RESUME from, if something is missing."""
         at = 0
-        for offset, text, count, id_count in zip(
-            message.offsets, message.texts, message.token_counts, message.id_counts, strict=True
-        ):
+        columns = (message.offsets, message.channels, message.texts, message.token_counts, message.id_counts)
+        for offset, channel, text, count, id_count in zip(*columns, strict=True):
             ids, at = message.ids[at : at + id_count].tolist(), at + id_count
             if offset > len(self.text) or count - id_count > len(self.ids):
                 return len(self.text)
+            self.pieces.append((channel, text[len(self.text) - offset :]))
             self.text += text[len(self.text) - offset :]
             self.ids += ids[len(self.ids) - (count - id_count) :]
         for finished in message.finished:
@@ -382,12 +390,34 @@ class Receiver:
         return None
 
 
+def parser() -> OutputParser:
+    return OutputParser([ThinkSplitter(False), Hermes(["f"], True)])
+
+
+CALLS = '<think>Hm.</think>So:<tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call><tool_call>{"name": "g"}'
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_is_lost_or_repeated_on_lossy_wires(table: Table, byte_level: Library, seed: int) -> None:
     """A third of all messages on both wires vanish; text and ids still arrive whole, exactly once."""
     rng = random.Random(seed)
     ids = [rng.randrange(2, 400) for _ in range(rng.randrange(1, 40))]
+    receiver = through_lossy_wires(table, rng, ids)
+    assert receiver.text == byte_level.decode(ids)
+    assert receiver.ids == ids
 
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_call_is_lost_or_repeated_on_lossy_wires(table: Table, byte_level: Library, seed: int) -> None:
+    table.gate.parser = parser
+    ids = byte_level.encode(CALLS).ids
+    receiver = through_lossy_wires(table, random.Random(seed), ids)
+    whole = parser()
+    assert joined(receiver.pieces) == joined(whole.feed(CALLS) + whole.finish())
+    assert receiver.ids == ids
+
+
+def through_lossy_wires(table: Table, rng: random.Random, ids: list[int]) -> Receiver:
     async def main() -> Receiver:
         await table.accepted(return_token_ids=True)
         receiver, sent = Receiver(), 0
@@ -416,6 +446,4 @@ def test_nothing_is_lost_or_repeated_on_lossy_wires(table: Table, byte_level: Li
                 return receiver
         raise AssertionError(f"not over: {receiver.text!r}")
 
-    receiver = asyncio.run(main())
-    assert receiver.text == byte_level.decode(ids)
-    assert receiver.ids == ids
+    return asyncio.run(main())
