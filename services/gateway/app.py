@@ -20,8 +20,10 @@ from services.gateway.config import GatewayConfig
 from services.gateway.engine import Engine
 from services.gateway.errors import JSON
 from services.gateway.generation import Generation
+from services.gateway.messages.api import Messages
 from services.gateway.middleware import ApiKeys, Errors, RequestContext
 from services.gateway.models import Models
+from services.gateway.responses.api import Responses
 from services.gateway.schemas import DetokenizeRequest, ExplainRequest, TokenizeRequest, validate
 from shared.errors import RequestError
 from shared.metrics import render
@@ -34,11 +36,14 @@ METRICS_TIMEOUT = 1.0  # seconds the scheduler may take to give the other proces
 
 def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
     models = Models(config.served_model_name, lambda: engine.model_name)
+    force_usage = config.enable_force_include_usage
     endpoints = Endpoints(config, engine, models)
     router = Router(
         [
-            Route("/v1/chat/completions", Generation(Chat(), engine, models, config), methods=["POST"]),
-            Route("/v1/completions", Generation(Completions(), engine, models, config), methods=["POST"]),
+            Route("/v1/chat/completions", Generation(Chat(force_usage), engine, models, config), methods=["POST"]),
+            Route("/v1/completions", Generation(Completions(force_usage), engine, models, config), methods=["POST"]),
+            Route("/v1/responses", Generation(Responses(), engine, models, config), methods=["POST"]),
+            Route("/v1/messages", Generation(Messages(), engine, models, config), methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/tokenize", endpoints.tokenize, methods=["POST"]),

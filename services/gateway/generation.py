@@ -1,4 +1,4 @@
-"""The endpoint behind chat and text completions: validate, submit, then answer whole or as a stream."""
+"""The endpoint behind everything that generates: validate, submit, then answer whole or as a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -19,28 +19,76 @@ from services.gateway.body import read_json
 from services.gateway.calls import Call, Delta, Request
 from services.gateway.config import GatewayConfig
 from services.gateway.engine import Engine
-from services.gateway.errors import JSON, error_body
+from services.gateway.errors import JSON, error_body, renaming
 from services.gateway.models import Models
-from services.gateway.schemas import GenerationRequest, Limits, validate
-from services.gateway.stream import EventStream, event
+from services.gateway.schemas import Asked, GenerationRequest, Limits, validate
+from services.gateway.stream import DONE, EventStream, event
+from shared.errors import RequestError
 from shared.wire import SubmitText
 
 log = logging.getLogger(__name__)
 
+Q = TypeVar("Q", bound=Asked)
 R = TypeVar("R", bound=GenerationRequest)
 
 
-class Shape(ABC, Generic[R]):
-    """How one API's requests are submitted and its answers look. Choices get their ``index`` from the endpoint."""
+class Answer(ABC):
+    """One call's answer, whole or in events. Both are made of the same pieces, so they tell the same."""
 
-    request_model: type[R]
+    id: str
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The body of an answer that was not streamed; the call is over."""
+
+    @abstractmethod
+    def opening(self) -> list[bytes]:
+        """The events that leave at ACCEPT."""
+
+    @abstractmethod
+    def piece(self, index: int, request: Request, delta: Delta) -> list[bytes]:
+        """The events of what one sequence, the call's ``index``-th, produced."""
+
+    @abstractmethod
+    def failure(self, error: RequestError) -> list[bytes]:
+        """The last events of a stream that ends by ``error``."""
+
+    @abstractmethod
+    def ending(self) -> list[bytes]:
+        """The last events of a stream, after every piece; the call is over."""
+
+
+class Api(ABC, Generic[Q]):
+    """One HTTP API: what its requests look like, what is submitted for them, how they are answered.
+
+    names: fields of the chat requests that this API's are turned into, and what they are called here.
+    """
+
+    request_model: type[Q]
+    names: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def submits(self, asked: Q, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
+        """One submission per prompt; the engine fills in the rids."""
+
+    @abstractmethod
+    def answer(self, asked: Q, call: Call, model: str) -> Answer:
+        """``model`` is the name to answer with."""
+
+
+class Shape(Api[R]):
+    """How the choices of OpenAI's chat and text completions look. They get their ``index`` from ``Choices``."""
+
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    @abstractmethod
-    def submits(self, asked: R, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
-        """One submission per prompt; the engine fills in the rids."""
+    def __init__(self, force_usage: bool = False) -> None:
+        """force_usage: every chunk of every stream tells the usage, asked for or not."""
+        self.force_usage = force_usage
+
+    def answer(self, asked: R, call: Call, model: str) -> Answer:
+        return Choices(self, asked, call, model)
 
     @abstractmethod
     def envelope(self, asked: R, requests: list[Request]) -> dict[str, Any]:
@@ -115,100 +163,119 @@ def _usage(asked: GenerationRequest, prompt: int, completion: int) -> dict[str, 
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-class Generation(Generic[R]):
+class Choices(Answer, Generic[R]):
+    """An answer with one choice for each sequence."""
+
+    def __init__(self, shape: Shape[R], asked: R, call: Call, model: str) -> None:
+        self._shape, self._asked, self._call = shape, asked, call
+        self.id = shape.id_prefix + secrets.token_hex(16)
+        self._head = {
+            "id": self.id,
+            "object": shape.chunk_object if asked.stream else shape.whole_object,
+            "created": int(time.time()),
+            "model": model,
+        }
+        options = asked.stream_options
+        self._tells_usage = shape.force_usage or (options is not None and bool(options.include_usage))
+        continuously = options is not None and bool(options.continuous_usage_stats)
+        self._tells_continuously = shape.force_usage or (self._tells_usage and continuously)
+
+    def whole(self) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for request in self._call.requests:
+            for output in request.outputs:
+                delta = output.take() or Delta([], [], output.finished, first=True)
+                choices.append({"index": len(choices), **self._shape.whole(self._asked, request, delta)})
+        extra = self._shape.envelope(self._asked, self._call.requests)
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage_of(self._asked, self._call.requests),
+            "system_fingerprint": None,
+            **extra,
+        }
+
+    def opening(self) -> list[bytes]:
+        requests = [request for request in self._call.requests for _ in request.outputs]
+        choices = [self._shape.opening(self._asked, request) for request in requests]
+        extra = self._shape.envelope(self._asked, self._call.requests)
+        return [self._chunk(index, choice, **extra) for index, choice in enumerate(choices) if choice is not None]
+
+    def piece(self, index: int, request: Request, delta: Delta) -> list[bytes]:
+        # After an error the client gets what was produced, but no finish_reason: it did not finish.
+        if delta.finished is not None and delta.finished.reason == "error":
+            return []
+        return [self._chunk(index, choice) for choice in self._shape.pieces(self._asked, request, delta)]
+
+    def failure(self, error: RequestError) -> list[bytes]:
+        return [event(error_body(error)), DONE]
+
+    def ending(self) -> list[bytes]:
+        if not self._tells_usage:
+            return [DONE]
+        usage = usage_of(self._asked, self._call.requests)
+        return [event({**self._head, "choices": [], "usage": usage, "system_fingerprint": None}), DONE]
+
+    def _chunk(self, index: int, choice: dict[str, Any], **extra: Any) -> bytes:
+        usage: dict[str, Any] = {}
+        if self._tells_usage:
+            usage["usage"] = usage_so_far(self._asked, self._call.requests) if self._tells_continuously else None
+        choices = [{"index": index, **choice}]
+        return event({**self._head, "choices": choices, **usage, "system_fingerprint": None, **extra})
+
+
+class Generation(Generic[Q]):
     """An ASGI app for POST. Headers leave only once the scheduler accepted, so refusals keep their real status."""
 
-    def __init__(self, shape: Shape[R], engine: Engine, models: Models, config: GatewayConfig) -> None:
-        self._shape, self._engine, self._models, self._config = shape, engine, models, config
+    def __init__(self, api: Api[Q], engine: Engine, models: Models, config: GatewayConfig) -> None:
+        self._api, self._engine, self._models, self._config = api, engine, models, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = HTTPRequest(scope, receive)
         limits = replace(self._engine.limits, max_logprobs=self._config.max_logprobs)
         body = await read_json(request, self._config.max_body_bytes, limits.max_model_len)
         model = self._models.resolve(body.get("model"))
-        asked = validate(self._shape.request_model, body, limits)
+        asked = validate(self._api.request_model, body, limits)
         asked.check()
         state = scope["state"]
-        submits = self._shape.submits(asked, limits, state["request_id"], state["tenant"])
+        with renaming(self._api.names):
+            submits = self._api.submits(asked, limits, state["request_id"], state["tenant"])
         with self._engine.call(submits) as call:
             async with _watched(receive, call):
-                await call.accepted(self._config.accept_timeout)
-                head = {
-                    "id": self._shape.id_prefix + secrets.token_hex(16),
-                    "object": self._shape.chunk_object if asked.stream else self._shape.whole_object,
-                    "created": int(time.time()),
-                    "model": model,
-                }
-                log.debug("request_id=%s is %s", state["request_id"], head["id"])
+                with renaming(self._api.names):
+                    await call.accepted(self._config.accept_timeout)
+                answer = self._api.answer(asked, call, model)
+                log.debug("request_id=%s is %s", state["request_id"], answer.id)
                 if asked.stream:
                     async with EventStream(send, self._config.sse_keep_alive_interval, call.wake) as stream:
-                        await self._stream(asked, call, head, stream)
+                        await _stream(answer, call, stream)
                     return
                 await call.finished()
-                answer = self._whole(asked, call, head)
-        await JSON(answer)(scope, receive, send)
+                whole = answer.whole()
+        await JSON(whole)(scope, receive, send)
 
-    def _whole(self, asked: R, call: Call, head: dict[str, Any]) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for request in call.requests:
-            for output in request.outputs:
-                delta = output.take() or Delta([], [], output.finished, first=True)
-                choices.append({"index": len(choices), **self._shape.whole(asked, request, delta)})
-        extra = self._shape.envelope(asked, call.requests)
-        return {
-            **head,
-            "choices": choices,
-            "usage": usage_of(asked, call.requests),
-            "system_fingerprint": None,
-            **extra,
-        }
 
-    async def _stream(self, asked: R, call: Call, head: dict[str, Any], stream: EventStream) -> None:
-        include_usage, continuously = self._tells_usage(asked)
-
-        def chunk(index: int, choice: dict[str, Any], **extra: Any) -> bytes:
-            usage: dict[str, Any] = {}
-            if include_usage:
-                usage["usage"] = usage_so_far(asked, call.requests) if continuously else None
-            return event(
-                {**head, "choices": [{"index": index, **choice}], **usage, "system_fingerprint": None, **extra}
-            )
-
-        outputs = [(request, output) for request in call.requests for output in request.outputs]
-        openings = [self._shape.opening(asked, request) for request, _ in outputs]
-        extra = self._shape.envelope(asked, call.requests)
-        await stream.start()
-        events = [chunk(index, choice, **extra) for index, choice in enumerate(openings) if choice is not None]
-        while True:
-            for index, (request, output) in enumerate(outputs):
-                delta = output.take()
-                # After an error the client gets what was produced, but no finish_reason: it did not finish.
-                if delta is not None and (delta.finished is None or delta.finished.reason != "error"):
-                    events += [chunk(index, choice) for choice in self._shape.pieces(asked, request, delta)]
-            if call.error is not None:
-                await stream.end([*events, event(error_body(call.error))])
-                return
-            if call.over:
-                break
-            if events:
-                await stream.write(events)
-                events = []
-            elif stream.silent:
-                await stream.keep_alive()
-            await call.changed()
-        if include_usage:
-            events.append(
-                event({**head, "choices": [], "usage": usage_of(asked, call.requests), "system_fingerprint": None})
-            )
-        await stream.end(events)
-
-    def _tells_usage(self, asked: R) -> tuple[bool, bool]:
-        """Whether a stream ends with its usage, and whether every chunk before tells what it is by then."""
-        if self._config.enable_force_include_usage:
-            return True, True
-        options = asked.stream_options
-        told = options is not None and bool(options.include_usage)
-        return told, told and options is not None and bool(options.continuous_usage_stats)
+async def _stream(answer: Answer, call: Call, stream: EventStream) -> None:
+    outputs = [(request, output) for request in call.requests for output in request.outputs]
+    await stream.start()
+    events = answer.opening()
+    while True:
+        for index, (request, output) in enumerate(outputs):
+            delta = output.take()
+            if delta is not None:
+                events += answer.piece(index, request, delta)
+        if call.error is not None:
+            await stream.end([*events, *answer.failure(call.error)])
+            return
+        if call.over:
+            await stream.end([*events, *answer.ending()])
+            return
+        if events:
+            await stream.write(events)
+            events = []
+        elif stream.silent:
+            await stream.keep_alive()
+        await call.changed()
 
 
 @contextlib.asynccontextmanager

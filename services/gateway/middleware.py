@@ -95,7 +95,7 @@ class Errors:
             error = RequestError("internal error; the log has the details", status=500, code="internal_error")
         if started:
             raise error  # the server closes the connection: half an answer must not look like a whole one
-        await error_response(error, headers)(scope, receive, send)
+        await error_response(error, headers, scope["path"])(scope, receive, send)
 
 
 class ApiKeys:
@@ -115,9 +115,9 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         if self._admin_digests and scope["path"].startswith(ADMIN_PATHS):
-            _holder(headers.get("authorization", ""), self._admin_digests, "admin API key")
+            _holder(headers, self._admin_digests, "admin API key")
         elif self._digests and scope["path"] not in OPEN_PATHS:
-            scope["state"]["tenant"] = _holder(headers.get("authorization", ""), self._digests, "API key")[:16]
+            scope["state"]["tenant"] = _holder(headers, self._digests, "API key")[:16]
         if self._trust_header and (name := headers.get("x-tenant")) is not None:
             if not _NAME.fullmatch(name):
                 raise RequestError("X-Tenant: 1 to 128 visible ASCII characters are allowed", code="invalid_value")
@@ -129,16 +129,20 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for key in keys]
 
 
-def _holder(authorization: str, digests: list[bytes], what: str) -> str:
+def _holder(headers: Headers, digests: list[bytes], what: str) -> str:
     """SHA-256 of the key presented, in hex. All keys are compared, each in constant time, so timing tells nothing.
 
-    Raises RequestError 401 when it is none of those with ``digests``.
+    Anthropic's clients send theirs as x-api-key. Raises RequestError 401 when it is none of those with ``digests``.
     """
-    scheme, _, key = authorization.partition(" ")
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = headers.get("x-api-key", "")
     given = hashlib.sha256(key.strip().encode("latin-1")).digest()
     matches = [hmac.compare_digest(given, digest) for digest in digests]
-    if scheme.lower() != "bearer" or not any(matches):
+    if not any(matches):
         raise RequestError(
-            f"missing or wrong {what}; send 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
+            f"missing or wrong {what}; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+            status=401,
+            code="invalid_api_key",
         )
     return given.hex()

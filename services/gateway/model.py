@@ -22,6 +22,10 @@ class Model(BaseModel):
         """Stops at the first unknown field: an object may hold a hundred thousand, and an error of each costs time."""
         if isinstance(value, dict):
             for name in value:
-                if name not in cls.model_fields:
+                if name not in cls.model_fields and name not in cls._aliases():
                     raise PydanticCustomError("unknown_field", "{name}", {"name": name})
         return value
+
+    @classmethod
+    def _aliases(cls) -> set[str | None]:
+        return {field.alias for field in cls.model_fields.values()}

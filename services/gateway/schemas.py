@@ -174,6 +174,16 @@ def _count_of_logprobs(value: Any, info: ValidationInfo) -> int | None:
 LogprobCount = Annotated[int | None, PlainValidator(_count_of_logprobs)]
 
 
+class Asked(Model):
+    """A request that generates."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+    def check(self) -> None:
+        """Rules over several fields. Raises RequestError."""
+
+
 class StreamOptions(Model):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -201,37 +211,33 @@ class Message(Model):
         return {**fields, "role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
 
 
-def _messages(value: Any, info: ValidationInfo) -> Any:
+def check_count(field: str, value: Any, info: ValidationInfo) -> None:
+    """RequestError for more messages than the context has tokens, as each is at least one."""
     limit = _limits(info).max_model_len
-    if isinstance(value, list) and len(value) > limit:  # each is at least one token
+    if isinstance(value, list) and len(value) > limit:
         raise RequestError(
-            f"messages: {len(value)} messages are more than the model's context of {limit} tokens",
+            f"{field}: {len(value)} messages are more than the model's context of {limit} tokens",
             code="context_length_exceeded",
-            param="messages",
+            param=field,
         )
+
+
+def _messages(value: Any, info: ValidationInfo) -> Any:
+    check_count("messages", value, info)
     return value
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
 
 
-class GenerationRequest(Model):
-    """The fields that chat and text completions share."""
+class Sampled(Asked):
+    """How tokens are chosen, as every API may say it; also vLLM's fields where an API has none of its own."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    n: int | None = Field(None, ge=1, le=MAX_N)
-    best_of: int | None = Field(None, ge=1, le=MAX_N)
-    use_beam_search: bool | None = None
-    length_penalty: float | None = Field(None, ge=-100, le=100)
-    early_stopping: Literal[False, True, "never"] | None = None
-    max_tokens: int | None = Field(None, ge=1)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None, BeforeValidator(_stops)
     ] = Field(None, max_length=MAX_STOPS)
@@ -242,6 +248,21 @@ class GenerationRequest(Model):
     repetition_penalty: float | None = Field(None, gt=0, le=1000)
     typical_p: float | None = Field(None, gt=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
+    timeout: float | None = Field(None, gt=0, le=86400)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+
+
+class GenerationRequest(Sampled):
+    """The fields that chat and text completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(None, ge=-100, le=100)
+    early_stopping: Literal[False, True, "never"] | None = None
+    max_tokens: int | None = Field(None, ge=1)
     logit_bias: Annotated[dict[int, float] | None, PlainValidator(_bias)] = None
     allowed_token_ids: Annotated[list[int] | None, PlainValidator(_allowed_ids)] = None
     bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None = Field(
@@ -254,9 +275,6 @@ class GenerationRequest(Model):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    timeout: float | None = Field(None, gt=0, le=86400)
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
     @property
     def output_limit(self) -> int | None:
@@ -282,7 +300,6 @@ class GenerationRequest(Model):
         return self.top_wanted if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     def check(self) -> None:
-        """Rules over several fields. Raises RequestError."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only allowed when stream is true", param="stream_options")
         n = self.n or 1

@@ -22,8 +22,12 @@ def event(data: Any) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
+def named_event(name: str, data: Any) -> bytes:
+    return b"event: " + name.encode() + b"\n" + event(data)
+
+
 class EventStream:
-    """One SSE answer: the headers leave with the first event, and the end is always ``[DONE]``.
+    """One SSE answer: the headers leave with the first event.
 
     An async context manager around the answer: while it is open, ``silent`` becomes true and ``wake`` is called
     whenever nothing was written for ``interval`` seconds (0: never).
@@ -57,7 +61,7 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
     async def end(self, events: list[bytes]) -> None:
-        await self._send({"type": "http.response.body", "body": b"".join([*events, DONE]), "more_body": False})
+        await self._send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
 
     def _listen(self) -> None:
         """One timer for each interval, not for each token: a comment comes after one to two intervals of silence."""

@@ -81,7 +81,10 @@ class Streamed:
 
 
 def parsed(pieces: Iterator[str]) -> Iterator[Any]:
-    """The events of an SSE body, each of them ``data: ...`` and an empty line, and the comments that keep it alive."""
+    """The events of an SSE body: each is ``data: ...`` and an empty line, a typed one with its type before that.
+
+    Between them may be the comments that keep it alive.
+    """
     pending = ""
     for piece in pieces:
         pending += piece
@@ -90,8 +93,11 @@ def parsed(pieces: Iterator[str]) -> Iterator[Any]:
             if one == KEEP_ALIVE:
                 yield one
                 continue
-            assert one.startswith("data: ") and "\n" not in one, one
-            yield "[DONE]" if one == "data: [DONE]" else orjson.loads(one.removeprefix("data: "))
+            name, data = one.split("\n") if one.startswith("event: ") else ("", one)
+            assert data.startswith("data: ") and "\n" not in data, one
+            event = "[DONE]" if data == "data: [DONE]" else orjson.loads(data.removeprefix("data: "))
+            assert not name or name == f"event: {event['type']}"
+            yield event
     assert not pending, pending
 
 

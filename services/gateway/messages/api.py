@@ -1,0 +1,23 @@
+"""``/v1/messages``, Anthropic's API, over the machinery of chats."""
+
+from __future__ import annotations
+
+from services.gateway.calls import Call
+from services.gateway.chat import Chat
+from services.gateway.generation import Answer, Api
+from services.gateway.messages.answer import MessageAnswer
+from services.gateway.messages.schema import MessagesRequest
+from services.gateway.messages.translate import NAMES, chat_request
+from services.gateway.schemas import Limits
+from shared.wire import SubmitText
+
+
+class Messages(Api[MessagesRequest]):
+    request_model = MessagesRequest
+    names = NAMES
+
+    def submits(self, asked: MessagesRequest, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
+        return Chat().submits(chat_request(asked, limits), limits, request_id, tenant)
+
+    def answer(self, asked: MessagesRequest, call: Call, model: str) -> Answer:
+        return MessageAnswer(asked, call, model)

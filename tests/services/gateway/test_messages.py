@@ -1,0 +1,208 @@
+"""``/v1/messages``: bodies and events are validated by the types of Anthropic's own client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from tests.services.gateway.background import Posted, Streamed
+from tests.services.gateway.pipeline import Gateway, Pipeline
+
+PATH = "/v1/messages"
+HI = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+def test_a_whole_answer(pipeline: Pipeline, client: httpx.Client) -> None:
+    body = {**HI, "system": "Be kind.", "stop_sequences": ["END"], "top_k": 5, "metadata": {"user_id": "me"}}
+    posted = Posted(client, PATH, body)
+    answer = pipeline.tokenizer.submitted()
+    assert answer.submit.messages == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert answer.submit.stop == ["END"] and answer.submit.sampling.top_k == 5
+    assert answer.submit.sampling.max_tokens == 9
+    answer.accept()
+    answer.text("Hello")
+    answer.finish("stop", cached=3)
+    told = posted.response()
+    assert told.status_code == 200
+    message = Message.model_validate(told.json())
+    assert message.content[0].model_dump(exclude_none=True) == {"type": "text", "text": "Hello"}
+    assert message.stop_reason == "end_turn" and message.stop_sequence is None and message.model == "toy"
+    # Anthropic counts what was cached beside the rest of the prompt's five tokens.
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (2, 3)
+    assert message.usage.output_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "told"),
+    [
+        ("stop", "", ("end_turn", None)),
+        ("stop", "END", ("stop_sequence", "END")),
+        ("stop", "17", ("end_turn", None)),  # a stop token's id
+        ("length", "", ("max_tokens", None)),
+    ],
+)
+def test_stop_reasons(
+    pipeline: Pipeline, client: httpx.Client, reason: str, stop: str, told: tuple[str, str | None]
+) -> None:
+    posted = Posted(client, PATH, {**HI, "stop_sequences": ["END"]})
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    answer.finish(reason, stop)
+    message = Message.model_validate(posted.response().json())
+    assert (message.stop_reason, message.stop_sequence) == told
+
+
+def test_events(pipeline: Pipeline, client: httpx.Client) -> None:
+    streamed = Streamed(client, PATH, HI)
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    assert streamed.opened().headers["content-type"].startswith("text/event-stream")
+    start = streamed.next()
+    assert start["type"] == "message_start" and start["message"]["usage"]["input_tokens"] == 5
+    answer.text("Hel")
+    answer.text("lo")
+    answer.finish("length", cached=4)
+    events = [start, *streamed.rest()]
+    assert events[1] == {"type": "ping"}
+    for event in events:
+        if event["type"] != "ping":
+            EVENTS.validate_python(event)
+    names = [event["type"] for event in events]
+    assert [name for name in names if name != "content_block_delta"] == [
+        *("message_start", "ping", "content_block_start", "content_block_stop", "message_delta", "message_stop"),
+    ]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert {delta["type"] for delta in deltas} == {"text_delta"}
+    assert "".join(delta["text"] for delta in deltas) == "Hello"
+    last = events[-2]
+    assert last["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert last["usage"]["cache_read_input_tokens"] == 4 and last["usage"]["output_tokens"] == 2
+
+
+def test_an_error_in_the_middle(pipeline: Pipeline, client: httpx.Client) -> None:
+    streamed = Streamed(client, PATH, HI)
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    streamed.opened()
+    answer.text("Hel")
+    answer.finish("error", message="the worker died")
+    assert streamed.rest()[-1] == {"type": "error", "error": {"type": "api_error", "message": "the worker died"}}
+
+
+def test_a_conversation_is_sent_back(pipeline: Pipeline, client: httpx.Client) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "weather?", **cached}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "Let me see."},
+                {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "Köln"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]},
+                {"type": "text", "text": "and?"},
+            ],
+        },
+        {"role": "user", "content": "Well?"},
+        {"role": "assistant", "content": "It"},
+    ]
+    posted = Posted(client, PATH, {**HI, "messages": messages, "system": [{"type": "text", "text": "s", **cached}]})
+    answer = pipeline.tokenizer.submitted()
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "Köln"}'}}
+    assert answer.submit.messages == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "toolu_1"},
+        {"role": "user", "content": "and?\nWell?"},
+        {"role": "assistant", "content": "It"},
+    ]
+    # The last turn is the assistant's own: the answer goes on from it.
+    assert answer.submit.template_kwargs == {"add_generation_prompt": False, "continue_final_message": True}
+    answer.accept()
+    answer.finish("stop")
+    assert posted.response().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"max_tokens": None}, "max_tokens: "),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"messages": []}, "messages: "),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "takes text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
+            "messages.0.content.0: a user message holds no tool_use block",
+        ),
+        ({"system": 5}, "system: "),
+        ({"stop_sequences": [""]}, "stop_sequences.0: "),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0: type 'web_search_20250305'"),
+        ({"tools": [{"name": "f"}]}, "tools.0.input_schema: this field is required"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name: required"),
+        ({"n": 2}, "n: this field is not known"),
+        ({"temperature": "hot"}, "temperature: "),
+    ],
+)
+def test_bad_input(client: httpx.Client, fields: dict[str, Any], part: str) -> None:
+    response = client.post(PATH, json={**HI, **fields})
+    assert response.status_code == 400
+    body = response.json()
+    assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+    assert part in body["error"]["message"], body
+
+
+def test_max_tokens_is_required(client: httpx.Client) -> None:
+    error = client.post(PATH, json={"messages": HI["messages"]}).json()["error"]
+    assert error["message"] == "max_tokens: this field is required"
+
+
+def test_errors_have_anthropics_form(pipeline: Pipeline, client: httpx.Client) -> None:
+    assert client.get(PATH).json()["error"]["type"] == "invalid_request_error"
+    unknown = client.post(PATH, json={**HI, "model": "other"})
+    assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "not_found_error"
+    posted = Posted(client, PATH, HI)
+    pipeline.tokenizer.submitted().reject(429, "queue_full", "", "too many wait", 3.0)
+    refused = posted.response()
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "3"
+    assert refused.json() == {"type": "error", "error": {"type": "rate_limit_error", "message": "too many wait"}}
+
+
+def test_the_key_may_come_as_x_api_key(pipeline: Pipeline) -> None:
+    guarded = pipeline.gateway(env={"QUIRE_API_KEY": "secret"})
+    with guarded.client() as client:
+        refused = client.post(PATH, json=HI, headers={"x-api-key": "wrong"})
+        assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+        assert client.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
+        assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+        headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
+        posted = Posted(client, PATH, HI)
+        assert posted.response().status_code == 401
+        assert client.post(PATH, json={}, headers=headers).status_code == 400
+
+
+def test_anthropics_client_streams(pipeline: Pipeline, gateway: Gateway) -> None:
+    pipeline.tokenizer.automatic(["Hel", "lo"])
+    try:
+        with (
+            anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as client,
+            client.messages.stream(model="toy", max_tokens=9, messages=[{"role": "user", "content": "Hi"}]) as stream,
+        ):
+            assert "".join(stream.text_stream) == "Hello"
+            message = stream.get_final_message()
+    finally:
+        pipeline.tokenizer.answer = None
+    assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 2
