@@ -7,7 +7,7 @@ PORT ?= 8000
 MODEL ?=
 ARGS ?=
 
-.PHONY: install serve test lint bench clean
+.PHONY: install serve test clients lint bench clean
 
 # What a Debian or Ubuntu machine may lack. Only asked for when missing, and only where apt-get and root are at hand.
 define need_system_packages
@@ -28,6 +28,14 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.tested: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+clients: .venv-clients/.installed
+
+.venv-clients/.installed: tests/integration/clients/requirements.txt
+	$(need_system_packages)
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
 install: $(VENV)/.installed
@@ -51,5 +59,5 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.utilization
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

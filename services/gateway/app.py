@@ -17,12 +17,15 @@ from services.gateway.body import read_json
 from services.gateway.chat import Chat
 from services.gateway.completions import Completions
 from services.gateway.config import GatewayConfig
+from services.gateway.description import described
 from services.gateway.engine import Engine
 from services.gateway.errors import JSON
 from services.gateway.generation import Generation
-from services.gateway.messages.api import Messages
+from services.gateway.messages.api import MessageCounts, Messages
 from services.gateway.middleware import ApiKeys, Errors, RequestContext
 from services.gateway.models import Models
+from services.gateway.prompts import Prompts
+from services.gateway.refused import refused
 from services.gateway.responses.api import Responses
 from services.gateway.schemas import DetokenizeRequest, ExplainRequest, TokenizeRequest, validate
 from shared.errors import RequestError
@@ -36,29 +39,7 @@ METRICS_TIMEOUT = 1.0  # seconds the scheduler may take to give the other proces
 
 def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
     models = Models(config.served_model_name, lambda: engine.model_name)
-    force_usage = config.enable_force_include_usage
-    endpoints = Endpoints(config, engine, models)
-    router = Router(
-        [
-            Route("/v1/chat/completions", Generation(Chat(force_usage), engine, models, config), methods=["POST"]),
-            Route("/v1/completions", Generation(Completions(force_usage), engine, models, config), methods=["POST"]),
-            Route("/v1/responses", Generation(Responses(), engine, models, config), methods=["POST"]),
-            Route("/v1/messages", Generation(Messages(), engine, models, config), methods=["POST"]),
-            Route("/v1/models", endpoints.models),
-            Route("/v1/models/{name:path}", endpoints.model),
-            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-            Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-            Route("/health", endpoints.health),
-            Route("/ping", endpoints.health),
-            Route("/ready", endpoints.ready),
-            Route("/version", endpoints.version),
-            Route("/metrics", endpoints.metrics),
-            Route("/internal/blocks", endpoints.blocks),
-            Route("/internal/status", endpoints.status),
-            Route("/internal/explain", endpoints.explain, methods=["POST"]),
-        ],
-        redirect_slashes=False,
-    )
+    router = Router(routes(config, engine, models), redirect_slashes=False)
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = router  # so that 404 and 405 are raised, and answered like every other error
@@ -74,6 +55,36 @@ def make_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
         allow_headers=["*"],
         expose_headers=["X-Request-Id", "Retry-After"],
     )
+
+
+def routes(config: GatewayConfig, engine: Engine, models: Models) -> list[Route]:
+    endpoints = Endpoints(config, engine, models)
+    force_usage = config.enable_force_include_usage
+    chat, completions = Chat(force_usage), Completions(force_usage)
+    parts = (engine, models, config)
+    return [
+        Route("/v1/chat/completions", Generation(chat, *parts), methods=["POST"]),
+        Route("/v1/chat/completions/render", Prompts(chat, *parts).render, methods=["POST"]),
+        Route("/v1/completions", Generation(completions, *parts), methods=["POST"]),
+        Route("/v1/completions/render", Prompts(completions, *parts).render_all, methods=["POST"]),
+        Route("/v1/responses", Generation(Responses(), *parts), methods=["POST"]),
+        Route("/v1/messages", Generation(Messages(), *parts), methods=["POST"]),
+        Route("/v1/messages/count_tokens", Prompts(MessageCounts(), *parts).count, methods=["POST"]),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name:path}", endpoints.model),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/health", endpoints.health),
+        Route("/ping", endpoints.health),
+        Route("/ready", endpoints.ready),
+        Route("/version", endpoints.version),
+        Route("/metrics", endpoints.metrics),
+        Route("/internal/blocks", endpoints.blocks),
+        Route("/internal/status", endpoints.status),
+        Route("/internal/explain", endpoints.explain, methods=["POST"]),
+        *([] if config.disable_fastapi_docs else described()),
+        *refused(),
+    ]
 
 
 class Endpoints:

@@ -29,6 +29,7 @@ class GatewayConfig:
     sse_keep_alive_interval: float = option(
         15.0, "seconds of silence in a stream after which a comment shows that it lives; 0: never", minimum=0
     )
+    disable_fastapi_docs: bool = option(False, "serve neither /openapi.json nor the page at /docs")
     access_log: bool = option(False, "log every HTTP request")
     cluster_key_file: str = options.cluster_key_file()
     insecure_tcp: bool = options.insecure_tcp()

@@ -58,10 +58,10 @@ class Answer(ABC):
         """The last events of a stream, after every piece; the call is over."""
 
 
-class Api(ABC, Generic[Q]):
-    """One HTTP API: what its requests look like, what is submitted for them, how they are answered.
+class Intake(ABC, Generic[Q]):
+    """What one HTTP API's requests look like, and what is submitted for them.
 
-    names: fields of the chat requests that this API's are turned into, and what they are called here.
+    names: how fields of the chat requests that this API's are turned into are called here (see ``renaming``).
     """
 
     request_model: type[Q]
@@ -70,6 +70,10 @@ class Api(ABC, Generic[Q]):
     @abstractmethod
     def submits(self, asked: Q, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
         """One submission per prompt; the engine fills in the rids."""
+
+
+class Api(Intake[Q]):
+    """And how they are answered."""
 
     @abstractmethod
     def answer(self, asked: Q, call: Call, model: str) -> Answer:
@@ -224,6 +228,20 @@ class Choices(Answer, Generic[R]):
         return event({**self._head, "choices": choices, **usage, "system_fingerprint": None, **extra})
 
 
+async def take(
+    request: HTTPRequest, api: Intake[Q], engine: Engine, models: Models, config: GatewayConfig
+) -> tuple[Q, str, list[SubmitText]]:
+    """What a body asks for, the model's name to answer with, and what to submit. Raises RequestError."""
+    limits = replace(engine.limits, max_logprobs=config.max_logprobs)
+    body = await read_json(request, config.max_body_bytes, limits.max_model_len)
+    model = models.resolve(body.get("model"))
+    asked = validate(api.request_model, body, limits)
+    asked.check()
+    state = request.scope["state"]
+    with renaming(api.names):
+        return asked, model, api.submits(asked, limits, state["request_id"], state["tenant"])
+
+
 class Generation(Generic[Q]):
     """An ASGI app for POST. Headers leave only once the scheduler accepted, so refusals keep their real status."""
 
@@ -232,14 +250,8 @@ class Generation(Generic[Q]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = HTTPRequest(scope, receive)
-        limits = replace(self._engine.limits, max_logprobs=self._config.max_logprobs)
-        body = await read_json(request, self._config.max_body_bytes, limits.max_model_len)
-        model = self._models.resolve(body.get("model"))
-        asked = validate(self._api.request_model, body, limits)
-        asked.check()
+        asked, model, submits = await take(request, self._api, self._engine, self._models, self._config)
         state = scope["state"]
-        with renaming(self._api.names):
-            submits = self._api.submits(asked, limits, state["request_id"], state["tenant"])
         with self._engine.call(submits) as call:
             async with _watched(receive, call):
                 with renaming(self._api.names):

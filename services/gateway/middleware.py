@@ -25,7 +25,7 @@ access = logging.getLogger("quire.access")
 
 GONE = 499  # for log and metrics only: there is nobody to send it to
 ADMIN_PATHS = "/internal/"
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 

@@ -16,7 +16,7 @@ from pydantic import (
 
 from services.gateway.fields import drop_without_effect, shown, unknown_field
 from services.gateway.model import Model, invalid
-from services.gateway.tools import NamedTool, Tool, check_choice, use_of
+from services.gateway.tools import Choice, NamedTool, Tool, check_choice, use_of
 from shared.errors import RequestError
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 from shared.wire import ToolUse
@@ -42,6 +42,20 @@ class Limits:
     max_model_len: int
     max_logprobs: int = 20
     defaults: SamplingDefaults = SamplingDefaults()
+
+
+# What the validators below take, for the API's description.
+TokenId = Annotated[int, Field(ge=0)]
+SomeIds = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = str | Annotated[list[str] | list[SomeIds] | SomeIds, Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Count = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class TextPart(Model):
+    type: Literal["text"]
+    text: str
 
 
 def _limits(info: ValidationInfo) -> Limits:
@@ -171,7 +185,9 @@ def _count_of_logprobs(value: Any, info: ValidationInfo) -> int | None:
     return value
 
 
-LogprobCount = Annotated[int | None, PlainValidator(_count_of_logprobs)]
+LogprobCount = Annotated[
+    int | None, PlainValidator(_count_of_logprobs, json_schema_input_type=Count | Literal[False] | None)
+]
 
 
 class Asked(Model):
@@ -192,7 +208,10 @@ class StreamOptions(Model):
 
 class Message(Model):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[dict[str, str]] | None, PlainValidator(_content)] = None
+    content: Annotated[
+        str | list[dict[str, str]] | None,
+        PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None),
+    ] = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_call_id: str | None = None
@@ -239,9 +258,11 @@ class Sampled(Asked):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None, BeforeValidator(_stops)
+        list[StopString] | None, BeforeValidator(_stops, json_schema_input_type=str | list[StopString] | None)
     ] = Field(None, max_length=MAX_STOPS)
-    stop_token_ids: Annotated[list[int], PlainValidator(_stop_ids)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], PlainValidator(_stop_ids, json_schema_input_type=list[TokenId] | None)] = (
+        Field(default_factory=list)
+    )
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -263,13 +284,17 @@ class GenerationRequest(Sampled):
     length_penalty: float | None = Field(None, ge=-100, le=100)
     early_stopping: Literal[False, True, "never"] | None = None
     max_tokens: int | None = Field(None, ge=1)
-    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_bias)] = None
-    allowed_token_ids: Annotated[list[int] | None, PlainValidator(_allowed_ids)] = None
-    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None = Field(
-        None, max_length=MAX_BAD_WORDS
-    )
+    logit_bias: Annotated[
+        dict[int, float] | None, PlainValidator(_bias, json_schema_input_type=dict[str, Bias] | None)
+    ] = None
+    allowed_token_ids: Annotated[
+        list[int] | None, PlainValidator(_allowed_ids, json_schema_input_type=SomeIds | None)
+    ] = None
+    bad_words: list[StopString] | None = Field(None, max_length=MAX_BAD_WORDS)
     prompt_logprobs: LogprobCount = None
-    logprob_token_ids: Annotated[list[int] | None, PlainValidator(_logprob_ids)] = None
+    logprob_token_ids: Annotated[
+        list[int] | None, PlainValidator(_logprob_ids, json_schema_input_type=SomeIds | None)
+    ] = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
@@ -411,7 +436,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: LogprobCount = None
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Annotated[str | NamedTool | None, PlainValidator(check_choice)] = None
+    tool_choice: Annotated[str | NamedTool | None, PlainValidator(check_choice, json_schema_input_type=Choice)] = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     chat_template: str | None = None
@@ -462,7 +487,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=Prompt)]
     echo: bool | None = None
     logprobs: LogprobCount = None
     max_tokens: int | None = Field(None, ge=0)
@@ -525,13 +550,13 @@ def _any_ids(value: Any, info: ValidationInfo) -> list[int]:
 
 class DetokenizeRequest(Model):
     model: str | None = None
-    tokens: Annotated[list[int], PlainValidator(_any_ids)]
+    tokens: Annotated[list[int], PlainValidator(_any_ids, json_schema_input_type=list[TokenId])]
 
 
 class ExplainRequest(TokenizeRequest):
     """A prompt as in ``/tokenize``, or its ``tokens``; ``tenant`` asks on behalf of another one."""
 
-    tokens: Annotated[list[int] | None, PlainValidator(_any_ids)] = None
+    tokens: Annotated[list[int] | None, PlainValidator(_any_ids, json_schema_input_type=list[TokenId] | None)] = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     tenant: str | None = None
 

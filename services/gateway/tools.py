@@ -44,6 +44,9 @@ class NamedTool(Model):
     function: FunctionName
 
 
+Choice = Literal["none", "auto", "required"] | NamedTool | None
+
+
 def check_choice(value: Any) -> str | NamedTool | None:
     if value is None or (isinstance(value, str) and value in MODES):
         return value

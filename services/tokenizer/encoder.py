@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,6 +61,11 @@ class Encoder:
         if message.messages is not None:
             chat = Conversation(message.messages, message.template_kwargs, message.tools, message.chat_template)
         return await self._run(self._prompt, message, chat, await self._rendered_elsewhere(chat), limits)
+
+    async def render(self, message: SubmitText, limits: Welcome) -> dict[str, Any]:
+        """What would be computed for a request: its prompt as text and ids, and how many tokens may follow."""
+        prompt = await self.prompt(replace(message, echo=True), limits)
+        return {"prompt": prompt.text, "tokens": prompt.ids.tolist(), "max_tokens": prompt.max_tokens}
 
     async def tokenize(self, args: dict[str, Any], limits: Welcome) -> dict[str, Any]:
         """Answers the body of /tokenize: a ``prompt``, or ``messages`` to be put through the chat template."""
@@ -121,7 +126,7 @@ class Encoder:
             wanted,
             StopStrings(message.stop) if message.stop else None,
             self._bad_words(message.bad_words, limits.vocab_size),
-            self._prompt_text(message, ids) if message.echo else "",
+            (rendered or self._prompt_text(message, ids)) if message.echo else "",
             parser,
             self._tokenizer.format.markers if parser is not None else frozenset(),
         )

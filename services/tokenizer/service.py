@@ -296,6 +296,8 @@ class Service:
                 body = await self._encoder.tokenize(query.args, self._limits)
             elif query.what == "detokenize":
                 body = await self._encoder.detokenize(query.args, self._limits)
+            elif query.what == "render":
+                body = await self._encoder.render(_submission(query), self._limits)
             else:
                 raise RequestError(f"a tokenizer answers no query {query.what!r}", status=404, code="unknown_query")
         except RequestError as error:
@@ -332,6 +334,19 @@ class Service:
             self._end_if_drained()
             due = loop.time() + HEARTBEAT_INTERVAL
             await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+
+def _submission(query: Query) -> SubmitText:
+    frames = query.args.get("submit")
+    if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
+        raise RequestError("render needs the frames of a SUBMIT_TEXT", code="invalid_value", param="submit")
+    try:
+        message = decode(frames)
+    except WireError as error:
+        raise RequestError(f"submit: {error}", code="invalid_value", param="submit") from error
+    if not isinstance(message, SubmitText):
+        raise RequestError(f"submit is a {type(message).__name__}", code="invalid_value", param="submit")
+    return message
 
 
 def _other_model(welcome: Welcome, files: ModelFiles, connect: str) -> str:

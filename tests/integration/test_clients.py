@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import openai
 import pytest
 
 from tests.integration.prompts import PROMPTS
-from tests.integration.server import Server, serve
+from tests.integration.server import Server
 
 HERE = Path(__file__).parent / "clients"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -32,10 +31,9 @@ CHROMIUM_ARGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("clients"), "--dtype", "float32", "--max-model-len", "2048") as server:
-        yield server
+@pytest.fixture
+def server(client_server: Server) -> Server:
+    return client_server
 
 
 def test_openai_python_streams_a_chat(server: Server) -> None:
@@ -81,14 +79,10 @@ def test_openai_async_python_cancels(server: Server) -> None:
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="no Node.js with npm on this machine")
-def test_openai_javascript_streams_a_chat(server: Server, tmp_path: Path) -> None:
-    for name in ("package.json", "chat.mjs"):
-        shutil.copy(HERE / name, tmp_path / name)
-    npm = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--no-package-lock"]
-    subprocess.run(npm, cwd=tmp_path, check=True, timeout=240)
+def test_openai_javascript_streams_a_chat(server: Server, node_modules: Path) -> None:
     node = subprocess.run(
         ["node", "chat.mjs", f"{server.url}/v1", server.model],
-        cwd=tmp_path,
+        cwd=node_modules,
         capture_output=True,
         text=True,
         timeout=60,

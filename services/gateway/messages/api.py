@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from services.gateway.calls import Call
 from services.gateway.chat import Chat
-from services.gateway.generation import Answer, Api
+from services.gateway.generation import Answer, Api, Intake
 from services.gateway.messages.answer import MessageAnswer
-from services.gateway.messages.schema import MessagesRequest
+from services.gateway.messages.schema import CountTokensRequest, MessagesRequest
 from services.gateway.messages.translate import NAMES, chat_request
 from services.gateway.schemas import Limits
 from shared.wire import SubmitText
@@ -21,3 +21,13 @@ class Messages(Api[MessagesRequest]):
 
     def answer(self, asked: MessagesRequest, call: Call, model: str) -> Answer:
         return MessageAnswer(asked, call, model)
+
+
+class MessageCounts(Intake[CountTokensRequest]):
+    """The prompts of the same requests, which are counted and not answered."""
+
+    request_model = CountTokensRequest
+    names = NAMES
+
+    def submits(self, asked: CountTokensRequest, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
+        return Chat().submits(chat_request(asked, limits), limits, request_id, tenant)

@@ -22,7 +22,7 @@ TEXT_ONLY = "this server takes text only"
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
-class TextPart(Model):
+class ResponsePart(Model):
     """A part of a message. What an answer's parts carry beside their text has no effect when sent back."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -46,9 +46,9 @@ class RefusalPart(Model):
 
 
 Part = Annotated[
-    TextPart | RefusalPart,
+    ResponsePart | RefusalPart,
     by_type(
-        {"input_text": TextPart, "output_text": TextPart, "text": TextPart, "refusal": RefusalPart},
+        {"input_text": ResponsePart, "output_text": ResponsePart, "text": ResponsePart, "refusal": RefusalPart},
         {"input_image": TEXT_ONLY, "input_file": TEXT_ONLY, "input_audio": TEXT_ONLY},
     ),
 ]
@@ -230,7 +230,7 @@ class Reasoning(Model):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class StreamOptions(Model):
+class ResponseStreamOptions(Model):
     include_obfuscation: bool | None = None
 
 
@@ -271,7 +271,7 @@ class ResponsesRequest(Sampled):
     reasoning: Reasoning | None = None
     include: list[Included] | None = None
     top_logprobs: LogprobCount = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     store: bool | None = None

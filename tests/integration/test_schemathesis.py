@@ -1,0 +1,44 @@
+"""Requests that schemathesis makes up from ``/openapi.json``: good ones, bad ones, and ones just at the limits.
+
+QUIRE_SCHEMATHESIS_SECONDS=120 lets it look longer than a run of all tests can wait.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.server import NULL, serve
+
+SECONDS = os.environ.get("QUIRE_SCHEMATHESIS_SECONDS", "20")
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "max_response_time",
+)
+
+
+def test_no_request_breaks_the_server_or_gets_what_is_not_documented(tmp_path: Path) -> None:
+    with serve(tmp_path, *NULL, "--max-model-len", "512") as server:
+        command = [
+            *(str(Path(sys.executable).with_name("schemathesis")), "run", f"{server.url}/openapi.json"),
+            *("--checks", ",".join(CHECKS), "--max-time", SECONDS, "--max-response-time", "10"),
+            *("--request-timeout", "30", "--phases", "examples,coverage,fuzzing", "--workers", "2"),
+            *("--generation-database", "none", "--warnings", "off", "--no-color", "--continue-on-failure"),
+        ]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=float(SECONDS) + 120, check=False
+        )
+        assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
+        server.wait_for_metric("vllm:num_requests_running", 0.0, timeout=10)
+        with server.client() as client:
+            assert client.get("/ready").status_code == 200
+            answer = client.post("/v1/completions", json={"prompt": "still here", "max_tokens": 3})
+            assert answer.json()["usage"]["completion_tokens"] == 3
+        assert "Traceback" not in server.log.read_text()
