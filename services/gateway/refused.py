@@ -25,7 +25,7 @@ REFUSED = {
     "/v1/moderations": f"no moderation: {TEXT_ONLY}",
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), ADAPTERS),
     **dict.fromkeys(("/v1/files", "/v1/batches"), f"{STORED}; batches are run by `quire run-batch`"),
-    **dict.fromkeys(("/v1/responses/{id}", "/v1/responses/{id}/{what}", "/v1/chat/completions/{id}"), STORED),
+    **dict.fromkeys(("/v1/responses/{id}", "/v1/responses/{id}/{what}"), STORED),
 }
 
 

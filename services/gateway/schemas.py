@@ -176,6 +176,16 @@ def _bias(value: Any, info: ValidationInfo) -> dict[int, float] | None:
     return found
 
 
+EarlyStopping = bool | Literal["never"] | None
+
+
+def _early_stopping(value: Any) -> EarlyStopping:
+    """By hand, as a Literal takes 0 for False."""
+    if value is None or isinstance(value, bool) or value == "never":
+        return value
+    raise invalid(f"should be true, false or 'never', got {shown(value)}")
+
+
 def _count_of_logprobs(value: Any, info: ValidationInfo) -> int | None:
     if value is None or value is False:
         return None
@@ -282,7 +292,9 @@ class GenerationRequest(Sampled):
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     use_beam_search: bool | None = None
     length_penalty: float | None = Field(None, ge=-100, le=100)
-    early_stopping: Literal[False, True, "never"] | None = None
+    early_stopping: Annotated[EarlyStopping, PlainValidator(_early_stopping, json_schema_input_type=EarlyStopping)] = (
+        None
+    )
     max_tokens: int | None = Field(None, ge=1)
     logit_bias: Annotated[
         dict[int, float] | None, PlainValidator(_bias, json_schema_input_type=dict[str, Bias] | None)

@@ -129,7 +129,7 @@ class MessageAnswer(Answer):
             "usage": usage,
         }
 
-    def _tell(self, name: str, **fields: Any) -> None:
+    def _tell(self, name: str, /, **fields: Any) -> None:
         if self._asked.stream:
             self._events.append(named_event(name, {"type": name, **fields}))
 

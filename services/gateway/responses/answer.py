@@ -135,7 +135,7 @@ class ResponseAnswer(Answer):
 
     # ---- events ----
 
-    def _tell(self, name: str, **fields: Any) -> None:
+    def _tell(self, name: str, /, **fields: Any) -> None:
         if self._asked.stream:
             self._events.append(named_event(name, {"type": name, "sequence_number": self._number, **fields}))
             self._number += 1
