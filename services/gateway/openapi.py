@@ -70,6 +70,11 @@ def _generate(path: str, summary: str, request: type[BaseModel], answer: type[Ba
     return _post(path, "Generation", summary, request, answer, streams=True, statuses=(429,), **more)
 
 
+def _state(path: str, summary: str) -> Operation:
+    unavailable = replies.Unavailable
+    return Operation("get", path, "State", summary, replies.State, statuses=(503,), unavailable=unavailable)
+
+
 _ANTHROPIC = {"error": replies.AnthropicErrorReply}
 
 OPERATIONS = (
@@ -104,33 +109,9 @@ OPERATIONS = (
     _post("/detokenize", "Prompts", "The text of tokens", DetokenizeRequest, replies.Detokenized),
     Operation("get", "/v1/models", "Models", "What is served", replies.ModelList, statuses=(503,)),
     Operation("get", "/v1/models/{name}", "Models", "One of the names", replies.ModelCard, statuses=(404, 503)),
-    Operation(
-        "get",
-        "/health",
-        "State",
-        "Whether the server lives",
-        replies.State,
-        statuses=(503,),
-        unavailable=replies.Unavailable,
-    ),
-    Operation(
-        "get",
-        "/ping",
-        "State",
-        "The same, as some clouds ask",
-        replies.State,
-        statuses=(503,),
-        unavailable=replies.Unavailable,
-    ),
-    Operation(
-        "get",
-        "/ready",
-        "State",
-        "Whether a request would be served now",
-        replies.State,
-        statuses=(503,),
-        unavailable=replies.Unavailable,
-    ),
+    _state("/health", "Whether the server lives"),
+    _state("/ping", "The same, as some clouds ask"),
+    _state("/ready", "Whether a request would be served now"),
     Operation("get", "/version", "State", "Quire's version", replies.Version),
     Operation("get", "/metrics", "State", "Numbers for Prometheus", None, media="text/plain"),
     Operation(
