@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import anthropic
@@ -10,6 +11,8 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from shared.channels import CONTENT, REASONING, arguments_of, name_of
+from shared.wire import SubmitText
 from tests.services.gateway.background import Posted, Streamed
 from tests.services.gateway.pipeline import Gateway, Pipeline
 
@@ -206,3 +209,82 @@ def test_anthropics_client_streams(pipeline: Pipeline, gateway: Gateway) -> None
     finally:
         pipeline.tokenizer.answer = None
     assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 2
+
+
+LOOK = {"name": "look", "description": "Looks", "input_schema": {"type": "object"}}
+
+
+def think_talk_and_call(pipeline: Pipeline) -> SubmitText:
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    for text, channel in (
+        *(("Hm", REASONING), ("m.", REASONING), ("Let me see.", CONTENT)),
+        *(("look", name_of(0)), ('{"at"', arguments_of(0)), (": 1}", arguments_of(0)), ("look", name_of(1))),
+    ):
+        answer.text(text, channel=channel)
+    answer.finish("stop")
+    return answer.submit
+
+
+def test_thoughts_and_calls_are_blocks(pipeline: Pipeline, client: httpx.Client) -> None:
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    posted = Posted(client, PATH, {**HI, "tools": [LOOK], "tool_choice": choice, "thinking": {"type": "adaptive"}})
+    submit = think_talk_and_call(pipeline)
+    assert submit.tools is not None and (submit.tools.choice, submit.tools.parallel) == ("required", False)
+    [tool] = submit.tools.tools
+    assert tool["function"] == {"name": "look", "description": "Looks", "parameters": {"type": "object"}}
+    assert submit.template_kwargs == {"enable_thinking": True}
+    message = Message.model_validate(posted.response().json())
+    thought, text, look, again = message.content
+    assert thought.type == "thinking" and thought.thinking == "Hmm."
+    assert text.type == "text" and text.text == "Let me see."
+    assert look.type == "tool_use" and (look.name, look.input) == ("look", {"at": 1})
+    assert again.type == "tool_use" and again.input == {} and again.id != look.id
+    assert message.stop_reason == "tool_use"
+
+
+def test_their_events_make_the_same_message(pipeline: Pipeline, gateway: Gateway) -> None:
+    answering = threading.Thread(target=think_talk_and_call, args=(pipeline,))
+    answering.start()
+    with (
+        anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as client,
+        client.messages.stream(
+            model="toy",
+            max_tokens=9,
+            messages=[{"role": "user", "content": "Hi"}],
+            tools=[{"name": "look", "input_schema": {"type": "object"}}],
+        ) as stream,
+    ):
+        events = [event.type for event in stream]
+        message = stream.get_final_message()
+    answering.join()
+    assert events.count("content_block_start") == events.count("content_block_stop") == 4
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    _, _, look, again = message.content
+    assert look.type == again.type == "tool_use"
+    assert look.input == {"at": 1} and again.input == {}
+    assert message.stop_reason == "tool_use"
+
+
+def test_arguments_that_are_no_json_still_make_an_input(pipeline: Pipeline, client: httpx.Client) -> None:
+    posted = Posted(client, PATH, {**HI, "tools": [LOOK]})
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    answer.text("look", channel=name_of(0))
+    answer.text('{"at": ', channel=arguments_of(0))
+    answer.finish("length")
+    message = Message.model_validate(posted.response().json())
+    [block] = message.content
+    assert block.type == "tool_use" and block.input == {"arguments": '{"at": '}
+    assert message.stop_reason == "max_tokens"
+
+
+def test_bad_tools(client: httpx.Client) -> None:
+    for fields, part in (
+        ({"tools": [{**LOOK, "name": "no spaces"}]}, "tools.0.name: "),
+        ({"tools": [{**LOOK, "input_schema": {"type": "string"}}]}, "tools.0.input_schema: "),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name: 'x' is not among"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: only allowed when tools are given"),
+    ):
+        response = client.post(PATH, json={**HI, **fields})
+        assert response.status_code == 400 and response.json()["error"]["message"].startswith(part), response.text

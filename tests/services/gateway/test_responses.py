@@ -6,9 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent, ToolChoiceFunction
 from pydantic import TypeAdapter
 
+from shared.channels import CONTENT, REASONING, arguments_of, name_of
+from shared.wire import SubmitText
 from tests.services.gateway.background import Posted, Streamed
 from tests.services.gateway.pipeline import MAX_MODEL_LEN, Pipeline
 
@@ -183,3 +185,89 @@ def test_a_refusal_names_the_field_as_it_is_called_here(pipeline: Pipeline, clie
     answer.reject(400, "context_length_exceeded", "messages", "your messages resulted in 600 tokens")
     error = posted.response().json()["error"]
     assert error["param"] == "input" and error["code"] == "context_length_exceeded"
+
+
+LOOK = {"type": "function", "name": "look", "description": "Looks", "parameters": {"type": "object"}, "strict": True}
+TALK = {"type": "function", "name": "talk", "parameters": {"type": "object"}}
+
+
+def think_talk_and_call(pipeline: Pipeline, reason: str = "stop") -> SubmitText:
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    for text, channel in (
+        *(("Hm", REASONING), ("m.", REASONING), ("Let me", CONTENT), (" see.", CONTENT)),
+        *(("look", name_of(0)), ('{"at"', arguments_of(0)), (": 1}", arguments_of(0))),
+        *(("talk", name_of(1)), ("{}", arguments_of(1))),
+    ):
+        answer.text(text, channel=channel)
+    answer.finish(reason)
+    return answer.submit
+
+
+def test_reasoning_and_calls_are_items(pipeline: Pipeline, client: httpx.Client) -> None:
+    body = {"input": "Hi", "tools": [LOOK, TALK], "tool_choice": {"type": "function", "name": "look"}}
+    posted = Posted(client, PATH, body)
+    submit = think_talk_and_call(pipeline)
+    assert submit.tools is not None and (submit.tools.choice, submit.tools.function) == ("function", "look")
+    assert [tool["function"]["name"] for tool in submit.tools.tools] == ["look", "talk"]
+    response = Response.model_validate(posted.response().json())
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    thought, message, look, talk = response.output
+    assert thought.type == "reasoning" and thought.content is not None and thought.content[0].text == "Hmm."
+    assert message.type == "message" and response.output_text == "Let me see."
+    assert look.type == "function_call" and (look.name, look.arguments) == ("look", '{"at": 1}')
+    assert talk.type == "function_call" and (talk.name, talk.arguments) == ("talk", "{}")
+    assert look.call_id != talk.call_id
+    assert response.tools[0].model_dump(exclude_none=True) == LOOK
+    assert response.tool_choice == ToolChoiceFunction(type="function", name="look")
+
+
+def test_their_events(pipeline: Pipeline, client: httpx.Client) -> None:
+    streamed = Streamed(client, PATH, {"input": "Hi", "tools": [LOOK, TALK]})
+    think_talk_and_call(pipeline)
+    streamed.opened()
+    events = [EVENTS.validate_python(event) for event in streamed.rest()]
+    names = [event.type.removeprefix("response.") for event in events]
+    assert list(dict.fromkeys(names[2:])) == [
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done", "output_text.delta", "output_text.done"),
+        *("function_call_arguments.delta", "function_call_arguments.done", "completed"),
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added = [event.item for event in events if event.type == "response.output_item.added"]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    final = events[-1].response.output
+    assert [item.id for item in added] == [item.id for item in done] == [item.id for item in final]
+    assert {item.status for item in added} == {"in_progress"} and done == final
+    for index, item in enumerate(final):
+        deltas = "".join(
+            event.delta for event in events if getattr(event, "item_id", "") == item.id and event.type.endswith("delta")
+        )
+        assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
+        places = {event.output_index for event in events if getattr(event, "item_id", "") == item.id}
+        assert places == {index}
+
+
+def test_some_of_the_tools_may_be_allowed(pipeline: Pipeline, client: httpx.Client) -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "talk"}]}
+    posted = Posted(client, PATH, {"input": "Hi", "tools": [LOOK, TALK], "tool_choice": choice})
+    submit = think_talk_and_call(pipeline)
+    assert submit.tools is not None and submit.tools.choice == "required"
+    assert [tool["function"]["name"] for tool in submit.tools.tools] == ["talk"]
+    assert posted.response().json()["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{**LOOK, "name": "no spaces"}]}, "tools.0.name"),
+        ({"tools": [{**LOOK, "parameters": {"type": "string"}}]}, "tools.0.parameters"),
+        ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_bad_tools(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    response = client.post(PATH, json={"input": "Hi", **fields})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param and error["message"].startswith(param)
