@@ -38,6 +38,12 @@ ALWAYS = (401, 405, 431, 500)
 WITH_BODY = (400, 404, 408, 413, 503)
 JSON = "application/json"
 EVENTS = "text/event-stream"
+EVENT = {
+    "type": "object",
+    "description": "Each server-sent event, when stream is true.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "contentMediaType": JSON}},
+    "required": ["data"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +190,7 @@ def _responses(one: Operation, refs: Any) -> dict[str, Any]:
         schema = refs[one.answer, "serialization"]
     content = {one.media: {"schema": {"type": "array", "items": schema} if one.many else schema}}
     if one.streams:
-        content[EVENTS] = {"schema": {"type": "string", "description": "Server-sent events, when stream is true."}}
+        content[EVENTS] = {"schema": EVENT}
     told: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status in sorted({*ALWAYS, *one.statuses}):
         body = one.unavailable if status == 503 else one.error
