@@ -181,8 +181,10 @@ EarlyStopping = bool | Literal["never"] | None
 
 def _early_stopping(value: Any) -> EarlyStopping:
     """By hand, as a Literal takes 0 for False."""
-    if value is None or isinstance(value, bool) or value == "never":
+    if value is None or isinstance(value, bool):
         return value
+    if value == "never":
+        return "never"
     raise invalid(f"should be true, false or 'never', got {shown(value)}")
 
 
