@@ -6,7 +6,7 @@ sent, and a kind that exists elsewhere but is not supported here is refused by n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -42,6 +42,6 @@ def by_type(kinds: Mapping[str, type[BaseModel]], refused: Mapping[str, str], de
     return PlainValidator(validate, json_schema_input_type=reduce(or_, dict.fromkeys(kinds.values())))
 
 
-def joined(content: str | list[Any]) -> str:
+def joined(parts: Iterable[Any]) -> str:
     """The text of a message, whose parts are joined by line ends."""
-    return content if isinstance(content, str) else "\n".join(part.plain for part in content)
+    return "\n".join(part.plain for part in parts)

@@ -37,6 +37,8 @@ def chat_request(asked: CountTokensRequest, limits: Limits) -> ChatRequest:
         **_tool_choice(asked),
         "chat_template_kwargs": _options(asked),
     }
+    if asked.messages[-1].role == "assistant":
+        body["continue_final_message"] = True
     if asked.output_config is not None and asked.output_config.format is not None:
         schema = {"name": "answer", "schema": asked.output_config.format.json_schema, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -49,10 +51,8 @@ def chat_request(asked: CountTokensRequest, limits: Limits) -> ChatRequest:
 
 
 def _options(asked: CountTokensRequest) -> dict[str, Any]:
-    """A conversation that ends with the assistant's words is to be continued there."""
+    """What templates may know of; a model that reasons is told so in one of these ways."""
     options: dict[str, Any] = {}
-    if asked.messages[-1].role == "assistant":
-        options |= {"add_generation_prompt": False, "continue_final_message": True}
     if asked.thinking is not None:
         options["enable_thinking"] = asked.thinking.type != "disabled"
     if asked.output_config is not None and asked.output_config.effort is not None:

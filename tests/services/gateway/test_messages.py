@@ -133,7 +133,7 @@ def test_a_conversation_is_sent_back(pipeline: Pipeline, client: httpx.Client) -
         {"role": "assistant", "content": "It"},
     ]
     # The last turn is the assistant's own: the answer goes on from it.
-    assert answer.submit.template_kwargs == {"add_generation_prompt": False, "continue_final_message": True}
+    assert answer.submit.template_kwargs == {"continue_final_message": True}
     answer.accept()
     answer.finish("stop")
     assert posted.response().status_code == 200
