@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from shared.codec import Int32, Layout, no_ids
 from shared.errors import WireError
+from shared.grammar import GrammarSpec
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -46,6 +47,7 @@ class Kind(IntEnum):
     PLAN = 32
     RESULT = 33
     PLAN_REQUIRED = 34
+    MASK = 35
 
 
 class Message:
@@ -184,7 +186,7 @@ class SubmitText(Message):
     """gateway → tokenizer: a request in words.
 
     Exactly one of ``messages`` (chat), ``prompt`` and ``prompt_ids`` is given (``endpoint`` says which kind of answer).
-    bad_words: as in LogitRules, in words. echo: the answer begins with the prompt.
+    bad_words: as in LogitRules, in words. echo: the answer begins with the prompt. grammar: what the output has to be.
     generated/generated_counts: output ids each sequence already has, when a request is sent a second time.
     priority: lower runs first. tenant: whose share it counts against. arrival: Unix seconds at the gateway.
     timeout: seconds from the scheduler's taking it in until it has to be complete, 0 for any time.
@@ -216,11 +218,15 @@ class SubmitText(Message):
     echo: bool = False
     tools: ToolUse | None = None
     chat_template: str = ""
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitTokens(Message):
-    """tokenizer → scheduler: the same request in token ids. ``sampling.max_tokens`` is set by now."""
+    """tokenizer → scheduler: the same request in token ids. ``sampling.max_tokens`` is set by now.
+
+    grammar: what each output has to be, in llguidance's own form, compiled once already; empty: anything.
+    """
 
     kind: ClassVar[Kind] = Kind.SUBMIT_TOKENS
     rid: int
@@ -234,6 +240,7 @@ class SubmitTokens(Message):
     timeout: float = 0.0
     generated: Int32 = field(default_factory=no_ids)
     generated_counts: list[int] = field(default_factory=list)
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,6 +498,7 @@ class NewRow:
 
     The slot's block table comes in the plan's ``table_*`` columns. seed and position alone decide sampling noise.
     logprobs: how many of the likeliest tokens come with each result of the row, besides the sampled one; -1: none.
+    masked: the row is sampled under the MASK of its step.
     """
 
     slot: int
@@ -503,6 +511,7 @@ class NewRow:
     seed: int
     logprobs: int = -1
     rules: RowRules | None = None
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,7 +557,8 @@ class Plan(Message):
 class Result(Message):
     """worker → scheduler: step done, its KV written. Entry i: the token sampled into slot ``slots[i]``.
 
-    Rank 0 sends slots and ids; every rank sends the checksum of them, so ranks that drift apart are noticed.
+    Rank 0 sends slots and ids; every rank sends the checksum of them, so ranks that drift apart are noticed. An id of
+    -1: mask and rules together left the row nothing to sample.
     logprobs: of results that asked for them, the entries being places in ``ids``. prompt_logprobs: of prompt tokens,
     the entries being numbers of the plan's chunks, each as often as its chunk tells of tokens, in their order; the last
     one of a chunk is the token at the chunk's end, or the prompt's last where that comes first.
@@ -567,6 +577,22 @@ class Result(Message):
     error: str = ""
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mask(Message):
+    """scheduler → every worker rank: what masked rows may sample in a step, while that step's forward pass runs.
+
+    Comes once for each step in which masked rows sample. bits: ceil(vocab_size / 32) words for each of ``slots``; token
+    t is allowed where bit t % 32 of word t // 32 is set. A masked row that is not here is over: its result is dropped.
+    """
+
+    kind: ClassVar[Kind] = Kind.MASK
+    step_id: int
+    scheduler_epoch: int
+    worker_epoch: int
+    slots: list[int]
+    bits: Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -604,6 +630,7 @@ _LAYOUTS: dict[int, Layout[Any]] = {
         Plan,
         Result,
         PlanRequired,
+        Mask,
     )
 }
 _HEADERS = {kind: bytes((kind, PROTOCOL_VERSION)) for kind in _LAYOUTS}

@@ -43,6 +43,7 @@ from shared.wire import (
 log = logging.getLogger(__name__)
 
 QUIET_LIMIT = 10.0  # seconds without news of an accepted request after which the gateway asks whether it missed some
+FAILURE_STATUS = {"queue_timeout": 503, "deadline_exceeded": 503, "grammar_failed": 400}  # any other: 500
 START_GRACE = 600.0  # seconds before the first WELCOME during which the process still counts as alive
 
 
@@ -456,8 +457,8 @@ class Engine:
 
 
 def _failure(finished: Finished) -> RequestError:
-    """A request that came too late failed by the server's load, any other by the server's fault."""
-    status = 503 if finished.code in ("queue_timeout", "deadline_exceeded") else 500
+    """Too late is the server's load, a grammar that leaves no way on the request's fault, any other the server's."""
+    status = FAILURE_STATUS.get(finished.code, 500)
     message, code = finished.message or "the request failed", finished.code or "internal_error"
     return RequestError(message, status=status, code=code)
 

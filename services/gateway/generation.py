@@ -129,6 +129,7 @@ class Shape(Api[R]):
                 return_token_ids=bool(asked.return_token_ids),
                 bad_words=asked.bad_words or [],
                 echo=asked.echoes,
+                grammar=asked.grammar,
                 priority=asked.priority or 0,
                 cache_salt=asked.cache_salt or "",
                 tenant=tenant,

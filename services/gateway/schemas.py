@@ -6,18 +6,14 @@ import secrets
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, ValidationInfo
 
 from services.gateway.fields import drop_without_effect, shown, unknown_field
 from services.gateway.model import Model, invalid
+from services.gateway.structured import AnySchema, Choices, ResponseFormat, StructuredOutputs, Text, grammar_of
 from services.gateway.tools import Choice, NamedTool, Tool, check_choice, use_of
 from shared.errors import RequestError
+from shared.grammar import GrammarSpec
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 from shared.wire import ToolUse
 
@@ -31,6 +27,7 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGPROB_IDS = 128
 MAX_TOOLS = 128
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 
 
@@ -314,6 +311,18 @@ class GenerationRequest(Sampled):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: AnySchema = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What the output has to be. Raises RequestError when two fields ask for it."""
+        guided = {name: getattr(self, name) for name in GUIDED}
+        return grammar_of(self.response_format, self.structured_outputs, guided)
 
     @property
     def output_limit(self) -> int | None:
@@ -362,6 +371,9 @@ class GenerationRequest(Sampled):
                 code="invalid_value",
                 param="logprob_token_ids",
             )
+        if self.grammar is not None and self.use_beam_search:
+            message = f"{self.grammar.param}: does not go with use_beam_search"
+            raise RequestError(message, code="unsupported_value", param=self.grammar.param)
         self._check_beams()
 
     def _check_beams(self) -> None:

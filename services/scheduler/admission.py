@@ -195,6 +195,7 @@ class Admission:
 
 
 def _feed(sequence: Sequence) -> None:
-    """What is to be computed of a sequence: its prompt and all of its output."""
-    if len(sequence.feed) != sequence.num_tokens:
-        sequence.feed = np.concatenate([sequence.request.prompt, int32(sequence.output)])
+    """What is to be computed of a sequence: its prompt, all of its output, and what follows that in any case."""
+    ahead = sequence.ahead
+    if len(sequence.feed) != sequence.num_tokens + len(ahead):
+        sequence.feed = np.concatenate([sequence.request.prompt, int32([*sequence.output, *ahead])])

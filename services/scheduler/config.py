@@ -10,6 +10,7 @@ from shared.config import option
 
 @dataclass(frozen=True)
 class SchedulerConfig:
+    model: str = options.model()
     bind: str = option("", "address to listen on: ipc:///directory or tcp://host:port (workers: port + 1)")
     tensor_parallel_size: int = option(1, "worker ranks to wait for", minimum=1, maximum=64, flags=("-tp",))
     max_num_seqs: int = option(256, "sequences that run at once", minimum=1, maximum=65536)
@@ -33,6 +34,7 @@ class SchedulerConfig:
         "none", "tenant: no tenant's prompts hit blocks that another tenant's wrote", choices=("none", "tenant")
     )
     step_timeout: float = option(300.0, "seconds after which a step without result counts as hung", minimum=1)
+    download_dir: str = option("", "where models are kept; default: the user's cache")
     plan_log: str = option("", "append one JSON line per plan to this file")
     disable_log_stats: bool = option(False, "no throughput line every ten seconds")
     cluster_key_file: str = options.cluster_key_file()

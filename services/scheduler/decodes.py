@@ -42,6 +42,14 @@ class Decodes:
             if self._unshare(draft, sequence, index):
                 draft.table(slot, sequence.blocks)
 
+    def make_room_for_next(self, draft: Draft, sequence: Sequence) -> None:
+        """The block of a sequence's next token is there, and its alone. Its whole table has to go into the plan."""
+        _, index = self._written_next(sequence.slot)
+        if index == len(sequence.blocks):
+            self._tables.grow(sequence, 1, "output")
+        else:
+            self._unshare(draft, sequence, index)
+
     def plan_beams(self, draft: Draft) -> int:
         """Plans one token of each beam that is ready; returns how many those are."""
         ready = self._beams.ready() if self._beams.requests else []

@@ -67,6 +67,23 @@ class Ends:
             self._stats.expired(code)
             self.end_all([request], "error", message=message, code=code)
 
+    def append(self, sequence: Sequence, token: int) -> None:
+        """One more output token, which is told and counts for its tenant; what it ends is another matter."""
+        request, shares = sequence.request, self._queues.waiting.shares
+        sequence.output.append(token)
+        if not request.is_held:
+            self._streams.token(sequence)
+        if shares is not None:
+            shares.serve(request.tenant, output_tokens=1)
+
+    def complete(self, sequence: Sequence) -> None:
+        """What its output has to be is complete."""
+        self._finish(sequence, "stop")
+
+    def break_off(self, sequence: Sequence, message: str) -> None:
+        """What its output has to be cannot be reached from where it is."""
+        self._finish(sequence, "error", message=message, code="grammar_failed")
+
     def stop(self, sequence: Sequence, keep: int) -> None:
         """Ends a sequence after ``keep`` tokens, also when it had ended by itself after more. Idempotent."""
         keep = min(keep, len(sequence.output))

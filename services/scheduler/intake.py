@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.scheduler.beam_search import BeamSearch
+from services.scheduler.grammar import Grammar
 from services.scheduler.limits import Limits, split_generated
 from services.scheduler.prefix_cache import Chain
 from services.scheduler.queues import Queues
@@ -14,6 +15,7 @@ from services.scheduler.stats import Stats
 from services.scheduler.streams import Streams
 from services.scheduler.tables import Tables
 from shared.errors import RequestError
+from shared.grammar import GrammarError
 from shared.wire import SubmitTokens
 
 REMEMBER_CANCEL = 10.0  # seconds an unknown rid's CANCEL keeps its SUBMIT from running
@@ -40,12 +42,17 @@ class Intake:
         self._arrivals = 0
         self._cancelled: dict[int, float] = {}  # rid → when its early CANCEL came
 
-    def take(self, owner: bytes, message: SubmitTokens) -> Request:
-        """A new request, in line. Raises RequestError when it cannot be served (400), or the queue is full (429)."""
+    def take(self, owner: bytes, message: SubmitTokens, grammar: Grammar | None) -> Request:
+        """A new request, in line. Raises RequestError when it cannot be served (400), or the queue is full (429).
+
+        ``grammar``: of the message's, at its beginning.
+        """
         max_tokens = self._limits.check(message)
         sampling = message.sampling
         if sampling.use_beam_search:
             self._limits.check_beams(len(message.prompt_ids), max_tokens, sampling.n)
+            if grammar is not None:
+                raise RequestError("use_beam_search: beams cannot be held to a grammar", param="use_beam_search")
         self._check_queue(message)
         self._arrivals += 1
         eos_ids = frozenset() if sampling.ignore_eos else self._limits.eos_ids
@@ -67,6 +74,9 @@ class Intake:
         generated = split_generated(message)
         generated += [[] for _ in range(sampling.best_of - sampling.n)]
         request.sequences = [Sequence(request, i, ids, Chain(salt)) for i, ids in enumerate(generated)]
+        if grammar is not None:
+            for sequence in request.sequences:
+                sequence.grammar = _follow(grammar, sequence.output)
         self._streams.requests[request.rid] = request
         self._put_in_line(request)
         return request
@@ -119,3 +129,14 @@ class Intake:
             code="queue_full",
             retry_after=self._stats.retry_after(waiting.tokens, len(waiting), self._clock()),
         )
+
+
+def _follow(grammar: Grammar, output: list[int]) -> Grammar:
+    """A copy of ``grammar`` behind ``output``, which came with a re-submission."""
+    copy = grammar.copy()
+    try:
+        for token in output:
+            copy.take(token)
+    except GrammarError as error:
+        raise RequestError(f"generated: does not follow the grammar: {error}", param="generated") from error
+    return copy

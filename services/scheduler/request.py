@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from services.scheduler.beam_search import BeamSearch
+from services.scheduler.grammar import Grammar
 from services.scheduler.outbox import Outbox
 from services.scheduler.prefix_cache import Chain
 from shared.codec import Int32, no_ids
@@ -44,7 +45,7 @@ class Sequence:
     were admitted before it because it did not fit. host: its table on the host, while it is swapped. preempted_by: the
     decision that took its memory, until it decodes again. cumulative: logprob of the output, where it is needed.
     logprobs: of each token of the output, where the request asked for them. offer: of a beam whose step is done, what
-    it may go on with.
+    it may go on with. grammar: what the output is held to, if to anything.
     """
 
     request: Request
@@ -69,11 +70,22 @@ class Sequence:
     cumulative: float = 0.0
     logprobs: list[Found] = field(default_factory=list)
     offer: list[tuple[int, float]] | None = None
+    grammar: Grammar | None = None
     finished: Finished | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.request.prompt) + len(self.output)
+
+    @property
+    def ahead(self) -> list[int]:
+        """Tokens that follow the output in any case, and may be computed before they are told: one more is to sample.
+
+        None where logprobs are told, because then each token has to be sampled.
+        """
+        if self.grammar is None or self.request.tells_logprobs:
+            return []
+        return self.grammar.forced[: self.request.max_tokens - 1 - len(self.output)]
 
     @property
     def leader(self) -> Sequence:
@@ -121,6 +133,11 @@ class Request:
     def is_held(self) -> bool:
         """Whether nothing of it may be told yet, because which tokens are the answer is only known at its end."""
         return self.done is None and self.sampling.is_held
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether the logprob of each output token is needed."""
+        return self.sampling.logprobs >= 0 or self.sampling.is_held
 
     @property
     def missing_prompt_logprobs(self) -> int:

@@ -17,6 +17,7 @@ class Rows:
     planned have run. capacity: tokens the block table holds. last_length: the length at which the last allowed token is
     sampled.
     forked: bool[slots], the row's last block may be another's too, which matters before it writes there.
+    masked: bool[slots], the row samples under a mask.
     leaving: slots the next plan releases; they can be given to new rows of that very plan.
     """
 
@@ -27,6 +28,7 @@ class Rows:
         self.last_length = np.zeros(max_num_seqs, dtype=np.int64)
         self.forked = np.zeros(max_num_seqs, dtype=np.bool_)
         self.paused = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.masked = np.zeros(max_num_seqs, dtype=np.bool_)
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self.generations = [0] * max_num_seqs
         self.leaving: list[int] = []
@@ -74,6 +76,7 @@ class Rows:
         slot = self._free.pop()
         self.generations[slot] += 1
         self.sequences[slot] = sequence
+        self.masked[slot] = sequence.grammar is not None
         self.length[slot] = self.capacity[slot] = 0
         return slot
 
@@ -84,7 +87,7 @@ class Rows:
         self.last_length[slot] = last_length
 
     def vacate(self, slot: int) -> None:
-        self.decoding[slot] = self.paused[slot] = False
+        self.decoding[slot] = self.paused[slot] = self.masked[slot] = False
         self.sequences[slot] = None
         self.leaving.append(slot)
         self._free.append(slot)

@@ -17,9 +17,11 @@ import numpy as np
 
 from services.scheduler.admission import Admission
 from services.scheduler.beams import Beams
+from services.scheduler.constrained import Constrained
 from services.scheduler.decodes import Decodes
 from services.scheduler.ends import Ends
 from services.scheduler.flight import Flight
+from services.scheduler.grammar import Grammar
 from services.scheduler.host_pool import HostPool
 from services.scheduler.intake import Intake
 from services.scheduler.limits import Limits
@@ -40,7 +42,7 @@ from shared.codec import Int32
 from shared.errors import QuireError
 from shared.ids import client_of
 from shared.logprobs import by_entry
-from shared.wire import Accept, Logprobs, Plan, SubmitTokens
+from shared.wire import Accept, Logprobs, Mask, Plan, SubmitTokens
 
 
 class StepError(QuireError):
@@ -81,6 +83,7 @@ class Scheduler:
         self.admission = Admission(tables, running, queues, self.prefill, swaps, flight, stats, clock)
         self.intake = Intake(limits, tables, running, queues, self.streams, stats, clock)
         self.ends = Ends(limits, running, queues, swaps, self.streams, stats, clock)
+        self.constrained = Constrained(limits, tables, running, self.decodes, flight, self.ends)
         self._clock = clock
         self._full = True  # the next plan has to be a full one
 
@@ -96,8 +99,10 @@ class Scheduler:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, owner: bytes, message: SubmitTokens) -> Accept | None:
+    def submit(self, owner: bytes, message: SubmitTokens, grammar: Grammar | None = None) -> Accept | None:
         """Takes a request in, or re-attaches ``owner`` to it when its rid is known.
+
+        ``grammar``: what ``message.grammar`` asks for, at its beginning.
 
         None: it was cancelled before it came. Raises RequestError when it cannot be served (400) or the queue is
         full (429; a re-submission with ``generated`` passes that limit).
@@ -108,9 +113,10 @@ class Scheduler:
         elif self.intake.is_cancelled(message.rid):
             return None
         else:
-            request = self.intake.take(owner, message)
+            request = self.intake.take(owner, message, grammar)
             for sequence in request.sequences:
-                if sequence.output:
+                self.stats.delivered(self.constrained.end_if_over(sequence))
+                if sequence.output and sequence.finished is None:
                     self.ends.end_if_over(sequence)
         return Accept(message.rid, len(request.prompt))
 
@@ -188,6 +194,7 @@ class Scheduler:
         if not secure and not swapped:
             return None
         draft = Draft()
+        runs = self.constrained.leave_for_runs() if secure else []
         draft.pause, draft.resume = self.rows.pause([] if secure else self.decodes.short_of_memory())
         decode_slots = self.rows.decode_slots()
         self.victims.swap_out(draft, swapped)
@@ -196,12 +203,22 @@ class Scheduler:
             self.decodes.append_blocks(draft)
             self.decodes.copy_forked_blocks(draft)
             budget -= self.decodes.plan_beams(draft)
+            budget = self.constrained.plan_runs(draft, runs, budget)
             budget = self.prefill.go_on(draft, budget)
             budget = self.admission.admit(draft, budget)
         self.rows.forked[decode_slots] = False
         if not len(decode_slots) and draft.is_empty:
             return None
         return self._commit(draft, decode_slots, self.limits.max_num_batched_tokens - budget)
+
+    def mask(self) -> Mask | None:
+        """What the oldest step in flight may sample, if anybody does so under a mask; once for each step."""
+        step = self.flight.steps[0] if self.flight.steps else None
+        if step is None or not step.masked or step.mask_sent:
+            return None
+        step.mask_sent = True
+        slots, bits = self.constrained.mask(step)
+        return Mask(step.step_id, self.scheduler_epoch, self.worker_epoch, slots, bits)
 
     def retire(
         self,
@@ -220,13 +237,14 @@ class Scheduler:
             raise StepError(f"worker rank 0 answered other slots than those of step {step_id}")
         step = steps[0]
         now = self.pool.now = self._clock()
+        delivered = self.constrained.settle(step)
         self._publish(step)
         self.flight.land()
         self.victims.measure(step, timings)
         searches = self._take_logprobs(step, logprobs) if logprobs is not None else ()
         if prompt_logprobs is not None:
             _take_prompt_logprobs(step, prompt_logprobs)
-        delivered = self._deliver(step, ids, now)
+        delivered += self._deliver(step, ids, now)
         self.stats.cache_events(*self.tables.take_counts())
         for request in searches:
             delivered += self.ends.advance_beams(request)
@@ -273,6 +291,9 @@ class Scheduler:
                 self.stats.prompt_cached(len(request.prompt), request.cached_tokens)
             if request.search is not None:
                 continue
+            if sequence.grammar is not None:
+                delivered += self.constrained.deliver(sequence, token)
+                continue
             output.append(token)
             if not request.is_held:
                 self.streams.token(sequence)
@@ -317,6 +338,7 @@ class Scheduler:
                 efforts=draft.efforts,
                 host=draft.host,
                 vacated=draft.swapped,
+                masked=self.constrained.masked(slots),
             )
         )
         release = self.rows.take_leaving()

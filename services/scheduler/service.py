@@ -1,4 +1,4 @@
-"""The scheduler process: two ROUTERs, one poller, no threads of its own."""
+"""The scheduler process: two ROUTERs and one poller; only grammars are built beside it, in a thread."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import zmq
 
 from services.scheduler import reports
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.grammar import Grammar
+from services.scheduler.grammars import Grammars
 from services.scheduler.invariants import Audit
 from services.scheduler.ledger import filled_slots
 from services.scheduler.limits import Limits
@@ -24,6 +26,7 @@ from services.scheduler.scheduler import Scheduler, StepError
 from services.scheduler.stats import Stats
 from shared import options
 from shared.errors import ConfigError, RequestError, WireError
+from shared.grammar import GrammarError
 from shared.ids import new_epoch
 from shared.peers import HEARTBEAT_INTERVAL, SILENCE_LIMIT, Peer
 from shared.transport import Endpoint, bind_router, start_zap
@@ -33,7 +36,9 @@ from shared.wire import (
     Goodbye,
     Heartbeat,
     Hello,
+    Mask,
     Memory,
+    Plan,
     PlanRequired,
     Query,
     Reject,
@@ -103,12 +108,17 @@ class SchedulerService:
         self._core: Scheduler | None = None  # from the moment all ranks are there
         self._step_began = 0.0  # when the oldest step in flight became the one the workers run
         self._audit = Audit()
+        self._grammars = Grammars(config.model, config.download_dir, self._wake)
         self._ended: int | None = None
         log.info("listening on %s and %s", clients_address, workers_address)
 
     def stop(self, reason: str, code: int) -> None:
         """Ends the run from any thread or signal handler; open streams get ``reason`` as their error."""
         self._orders.put((reason, code))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Lets the loop go round, from any thread."""
         with contextlib.suppress(OSError):  # closed already, or full of earlier wake-ups
             self._wake_in.send(b"\0")
 
@@ -124,6 +134,7 @@ class SchedulerService:
                 self._workers.drain()
                 self._clients.drain()
                 self._obey()
+                self._take_built()
                 self._advance()
                 now = time.monotonic()
                 if now >= due:
@@ -151,15 +162,25 @@ class SchedulerService:
         core = self._core
         if core is None:
             return
+        self._send_mask(core)
         while self._ended is None and (plan := core.plan()) is not None:
             if len(core.steps) == 1:
                 self._step_began = time.monotonic()
-            frames = encode(plan)
-            for member in self._ranks.members():
-                self._workers.send_frames(member.raw, frames)
+            self._to_workers(plan)
+            self._send_mask(core)
             if self._plan_log is not None:
                 self._plan_log.write(plan, core)
         self._deliver(core)
+
+    def _send_mask(self, core: Scheduler) -> None:
+        """Before the plan that follows: the workers look for it while they compute."""
+        if (mask := core.mask()) is not None:
+            self._to_workers(mask)
+
+    def _to_workers(self, message: Plan | Mask) -> None:
+        frames = encode(message)
+        for member in self._ranks.members():
+            self._workers.send_frames(member.raw, frames)
 
     def _deliver(self, core: Scheduler) -> None:
         for outbox in core.streams.ready():
@@ -201,6 +222,7 @@ class SchedulerService:
         self._workers.send_all(Goodbye(message if code else ""))  # a reason means that something went wrong
 
     def _close(self) -> None:
+        self._grammars.close()
         self._clients.close()
         self._workers.close()
         if self._zap is not None:
@@ -275,16 +297,33 @@ class SchedulerService:
         if peer.identity.role != "tokenizer":
             raise WireError("SubmitTokens comes from tokenizers only")
         core = self._need_core()
+        if message.grammar and message.rid not in core.streams.requests:
+            assert self._memory is not None
+            self._grammars.ask(peer.raw, message, self._memory)
+        else:
+            self._submit(core, peer.raw, message, None)
+
+    def _take_built(self) -> None:
+        """Requests whose grammars are ready."""
+        for owner, message, grammar in self._grammars.take():
+            if self._clients.peers.get(owner) is not None:
+                self._submit(self._need_core(), owner, message, grammar)
+
+    def _submit(
+        self, core: Scheduler, owner: bytes, message: SubmitTokens, grammar: Grammar | GrammarError | None
+    ) -> None:
         try:
-            accept = core.submit(peer.raw, message)
+            if isinstance(grammar, GrammarError):
+                raise RequestError(f"the grammar cannot be used: {grammar}", code="grammar_failed")
+            accept = core.submit(owner, message, grammar)
         except RequestError as error:
             log.debug("request %s refused: %s", message.request_id, error.message)
             code, param = error.code or "", error.param or ""
             reject = Reject(message.rid, error.status, code, param, error.message, error.retry_after)
-            self._clients.send(peer.raw, reject)
+            self._clients.send(owner, reject)
             return
         if accept is not None:
-            self._clients.send(peer.raw, accept)
+            self._clients.send(owner, accept)
 
     def _on_query(self, peer: Peer, query: Query) -> None:
         if query.what == "metrics":

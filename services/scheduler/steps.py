@@ -26,7 +26,8 @@ class Step:
     that had a chunk, and the same of them. pins: blocks the step copies from, which it holds itself. vacated: sequences
     that have ended or were preempted since, whose blocks this is the last step to name. tokens: how many it computes.
     moved: blocks swapped, by the timing's name. efforts: what of it preemptions cost. host: host blocks that this is
-    the last step to name.
+    the last step to name. masked: who samples under a mask, from which slot, and the position of that token; mask_sent:
+    whether the workers have the masks.
     """
 
     step_id: int
@@ -41,6 +42,8 @@ class Step:
     efforts: list[Effort] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     vacated: list[Sequence] = field(default_factory=list)
+    masked: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    mask_sent: bool = False
 
     @property
     def gives_back(self) -> bool:
@@ -95,6 +98,7 @@ class Draft:
                 seed=(sampling.seed + sequence.index) % (1 << 63),
                 logprobs=_wanted_logprobs(sequence.request),
                 rules=_row_rules(sequence),
+                masked=sequence.grammar is not None,
             )
         )
 
@@ -159,7 +163,7 @@ def _wanted_logprobs(request: Request) -> int:
 
 
 def _row_rules(sequence: Sequence) -> RowRules | None:
-    """As in ``NewRow``. Its feed is all that the sequence has: nobody enters while a token of theirs is in flight."""
+    """As in ``NewRow``. Its feed is all that the row has: who enters with a token in flight knows which one it is."""
     request = sequence.request
     rules, prompt_logprobs = request.sampling.rules, request.missing_prompt_logprobs
     logprob_ids = request.sampling.logprob_token_ids

@@ -13,6 +13,7 @@ import numpy as np
 from services.tokenizer.chat import Conversation, render
 from services.tokenizer.config import ChatSettings
 from services.tokenizer.foreign_template import ForeignTemplates
+from services.tokenizer.grammars import Grammars
 from services.tokenizer.messages import characters
 from services.tokenizer.parsers.output import OutputParser
 from services.tokenizer.stop import StopStrings
@@ -31,6 +32,7 @@ class Prompt:
 
     bad_words: token sequences, one or two for each word. text: of the prompt, for a request with echo. parser: makes
     the parser of each answer, which needs to see the special tokens ``shown``; None: answers are all content.
+    grammar: as in SubmitTokens.
     """
 
     ids: Int32
@@ -40,13 +42,16 @@ class Prompt:
     text: str = ""
     parser: Callable[[], OutputParser] | None = None
     shown: frozenset[int] = frozenset()
+    grammar: str = ""
 
 
 class Encoder:
     """Encodes off the event loop. ``limits`` of its methods are the scheduler's (``max_model_len``, ``vocab_size``)."""
 
-    def __init__(self, tokenizer: Tokenizer, threads: int, chat: ChatSettings | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, grammars: Grammars, threads: int, chat: ChatSettings | None = None
+    ) -> None:
+        self._tokenizer, self._grammars = tokenizer, grammars
         self._chat = chat or ChatSettings()
         self._foreign = ForeignTemplates(tokenizer.specials, tokenizer.format, self._chat)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
@@ -54,13 +59,17 @@ class Encoder:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     async def prompt(self, message: SubmitText, limits: Welcome) -> Prompt:
         """Raises RequestError: 400 for what is wrong with the request, 503 when too many wait."""
         chat = None
         if message.messages is not None:
             chat = Conversation(message.messages, message.template_kwargs, message.tools, message.chat_template)
-        return await self._run(self._prompt, message, chat, await self._rendered_elsewhere(chat), limits)
+        prompt = await self._run(self._prompt, message, chat, await self._rendered_elsewhere(chat), limits)
+        if message.grammar is None:
+            return prompt
+        return replace(prompt, grammar=await self._grammars.compile(message.grammar, limits))
 
     async def render(self, message: SubmitText, limits: Welcome) -> dict[str, Any]:
         """What would be computed for a request: its prompt as text and ids, and how many tokens may follow."""

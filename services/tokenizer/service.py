@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.encoder import Encoder
+from services.tokenizer.grammars import Grammars
 from services.tokenizer.streams import Streams
 from services.tokenizer.tokenizer import Tokenizer
 from shared.errors import ConfigError, RequestError, WireError
@@ -76,7 +77,7 @@ class Service:
         self._ended = asyncio.Event()
         self._draining = False
         self._exit_code = 0
-        self._encoder = Encoder(tokenizer, config.encode_threads, config.chat)
+        self._encoder = Encoder(tokenizer, Grammars(files.folder), config.encode_threads, config.chat)
         self._streams = Streams(
             tokenizer.pieces,
             self._encoder,

@@ -138,6 +138,7 @@ class Streams:
             timeout=message.timeout,
             generated=message.generated,
             generated_counts=message.generated_counts,
+            grammar=prompt.grammar,
         )
         if not self._to_scheduler(request.submit):
             self._refuse(request, RequestError("the scheduler cannot be reached", status=503, code="unavailable"))

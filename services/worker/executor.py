@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.codec import Int32
-from shared.wire import Logprobs, Memory, Plan
+from shared.wire import Logprobs, Mask, Memory, Plan
+
+MaskSource = Callable[[], Mask | None]
+"""Waits, boundedly, for the MASK of the step that is launched; None: it will not come, as nobody wants the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Entry i: token ``ids[i]`` was sampled into slot ``slots[i]`` (order: docs/protocol.md). timings in seconds.
+    """Entry i: token ``ids[i]`` was sampled into slot ``slots[i]`` (order: docs/protocol.md), -1 for none. timings in
+    seconds.
 
     logprobs: of the entries whose rows asked, and of prompt tokens, as in ``Result``; None when no row did.
     """
@@ -63,11 +68,19 @@ class Executor(Protocol):
         """What this rank offers; constant after construction."""
         ...
 
-    def launch(self, plan: Plan) -> Launched:
-        """Begins the step of a plan; the one before need not have ended. Raises PlanError when the plan contradicts the
-        rows it names."""
+    def launch(self, plan: Plan, mask: MaskSource) -> Launched:
+        """Begins the step of a plan; the one before need not have ended.
+
+        ``mask`` is called once, between forward pass and sampling, if masked rows sample. Raises PlanError when the
+        plan or the mask contradicts the rows it names.
+        """
         ...
 
 
 class PlanError(Exception):
     """The plan cannot be right: an unknown slot, a table too short, a wrong count of decodes."""
+
+
+def no_mask() -> Mask | None:
+    """For plans without masked rows."""
+    raise PlanError("masked rows sample in a step that has no mask")

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.worker.executor import Executor, Launched, StepOutput
+from services.worker.executor import Executor, Launched, MaskSource, StepOutput
 from shared.codec import no_ids
 from shared.wire import Plan
 
@@ -50,10 +50,10 @@ class Flight:
         self._running: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: Plan, mask: MaskSource) -> None:
         step: Launched
         try:
-            step = self._executor.launch(plan)
+            step = self._executor.launch(plan, mask)
         except Exception as problem:
             step = _NeverBegan(problem)
         self._steps.append((plan, step))

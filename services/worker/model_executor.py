@@ -15,7 +15,7 @@ from kernels.ops import Kernels, select
 from services.worker import machine
 from services.worker.config import WorkerConfig
 from services.worker.device import Cpu, Device
-from services.worker.executor import StepOutput
+from services.worker.executor import MaskSource, StepOutput, no_mask
 from services.worker.generation import GenerationConfig
 from services.worker.host_memory import HostMemory
 from services.worker.models.config import ModelConfig
@@ -108,12 +108,12 @@ class ModelExecutor:
     def decoder(self) -> Decoder:
         return self._decoder
 
-    def launch(self, plan: Plan) -> RunningStep:
-        return self._runner.launch(plan)
+    def launch(self, plan: Plan, mask: MaskSource = no_mask) -> RunningStep:
+        return self._runner.launch(plan, mask)
 
-    def execute(self, plan: Plan) -> StepOutput:
+    def execute(self, plan: Plan, mask: MaskSource = no_mask) -> StepOutput:
         """Runs one plan whole."""
-        step = self._runner.launch(plan)
+        step = self._runner.launch(plan, mask)
         step.wait()
         return step.output()
 

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.config import WorkerConfig
-from services.worker.executor import Finished, PlanError, StepOutput
+from services.worker.executor import Finished, MaskSource, PlanError, StepOutput, no_mask
 from services.worker.generation import GenerationConfig
 from shared.codec import Int32
 from shared.models import builtin, locate
 from shared.sampling import SamplingDefaults
-from shared.wire import Logprobs, Memory, NewRow, Plan, RowRules
+from shared.wire import Logprobs, Mask, Memory, NewRow, Plan, RowRules
 
 DEFAULT_BLOCKS = 4096
 DEFAULT_MODEL_LEN = 2048
@@ -43,10 +43,10 @@ class NullExecutor:
     """Executes plans on simulated memory. Raises PlanError for a plan that contradicts its rows or its memory.
 
     Greedy rows (temperature 0) depend on their prefix alone, others on the seed as well; up to a temperature of 1 no
-    EOS is ever sampled, above it one token in sixteen is. Rules (penalties and the like) change nothing. verify: every
-    row re-reads its whole prefix in every step, and what a block held before it came into a table is poisoned;
-    otherwise it reads its newest token's memory, whose hash covers the rest, which is fast enough to measure the
-    pipeline with.
+    EOS is ever sampled, above it one token in sixteen is. Rules (penalties and the like) change nothing. A mask leaves
+    some tokens, EOS ids perhaps among them, and one of these is sampled. verify: every row re-reads its whole prefix in
+    every step, and what a block held before it came into a table is poisoned; otherwise it reads its newest token's
+    memory, whose hash covers the rest, which is fast enough to measure the pipeline with.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class NullExecutor:
         self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self._temperature = np.zeros(max_num_seqs)
         self._wanted_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._masked = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: list[RowRules | None] = [None] * max_num_seqs
         self._prompt_logprobs = Logprobs([], [], [], [], [], [])
         self._present = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -133,10 +134,10 @@ class NullExecutor:
             step_seconds=config.null_step_ms / 1000,
         )
 
-    def launch(self, plan: Plan) -> Finished:
-        return Finished(self.execute(plan))
+    def launch(self, plan: Plan, mask: MaskSource = no_mask) -> Finished:
+        return Finished(self.execute(plan, mask))
 
-    def execute(self, plan: Plan) -> StepOutput:
+    def execute(self, plan: Plan, mask: MaskSource = no_mask) -> StepOutput:
         started = time.perf_counter()
         before = self._change_rows(plan)
         decoding = before & ~self._paused
@@ -148,6 +149,8 @@ class NullExecutor:
         sampled = [slots, *self._run_chunks(plan)]
         order = np.concatenate(sampled)
         ids = self._sample(order)
+        if self._masked[order].any() and (found := mask()) is not None:
+            self._sample_masked(order, ids, found)
         self._last[order] = ids
         if self._step_seconds:
             time.sleep(max(0.0, self._step_seconds - (time.perf_counter() - started)))
@@ -175,6 +178,8 @@ class NullExecutor:
             self._need([slot], "append")
             self._append(slot, block)
         self._need([*plan.pause, *plan.resume], "pause or resume")
+        if self._paused[plan.pause].any() or not self._paused[plan.resume].all():
+            raise PlanError("a row that is paused is paused again, or one that is not is resumed")
         self._paused[plan.pause] = True
         self._paused[plan.resume] = False
         self._check_swaps(plan)
@@ -206,6 +211,7 @@ class NullExecutor:
         self._temperature[row.slot] = row.temperature
         self._wanted_logprobs[row.slot] = row.logprobs
         self._rules[row.slot] = row.rules
+        self._masked[row.slot] = row.masked
 
     def _replace_tables(self, plan: Plan) -> None:
         self._need(plan.table_slots, "table")
@@ -380,6 +386,18 @@ class NullExecutor:
         ids = self._allowed[(mixed % np.uint64(len(self._allowed))).astype(np.int64)]
         tired = (self._temperature[slots] > TIRED_ABOVE) & (mixed >> np.uint64(60) == 0)
         return np.asarray(np.where(tired, self._eos, ids))
+
+    def _sample_masked(self, slots: Index, ids: Index, mask: Mask) -> None:
+        """Samples once more what the mask is about, into ``ids``, which belong to ``slots``."""
+        places = {slot: place for place, slot in enumerate(slots.tolist()) if self._masked[slot]}
+        words = -(-self.memory.vocab_size // 32)
+        if not places.keys() >= set(mask.slots) or len(mask.bits) != len(mask.slots) * words:
+            raise PlanError(f"a mask for slots {mask.slots}, but those that sample under one are {list(places)}")
+        bits = np.unpackbits(np.frombuffer(mask.bits, dtype=np.uint8), bitorder="little").reshape(-1, words * 32)
+        for slot, allowed in zip(mask.slots, bits, strict=True):
+            tokens = np.flatnonzero(allowed)
+            seed = _mix(self._seed[[slot]] + np.uint64(1)) if self._temperature[slot] > 0 else np.uint64(0)
+            ids[places[slot]] = tokens[int(_mix(self._prefix_hash[[slot]] + seed)[0] % np.uint64(len(tokens)))]
 
     def _logprobs(self, slots: Index, ids: Index) -> Logprobs | None:
         """Toy log-probabilities: the token after the likeliest one in the vocabulary is the second likeliest, etc.

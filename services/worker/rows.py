@@ -98,6 +98,7 @@ class Rows:
         self.min_p = np.zeros(slots, dtype=np.float32)
         self.seed = np.zeros(slots, dtype=np.int64)
         self.logprobs = np.full(slots, -1, dtype=np.int64)
+        self.masked = np.zeros(slots, dtype=np.bool_)
 
     def apply(self, plan: Plan) -> Step:
         """Checks ``plan`` and makes its changes, lengths after the step included. Raises PlanError, changing nothing.
@@ -302,6 +303,7 @@ class Rows:
             self.min_p[row.slot] = row.min_p
             self.seed[row.slot] = row.seed
             self.logprobs[row.slot] = row.logprobs
+            self.masked[row.slot] = row.masked
 
     def _write_tables(self, plan: Plan, appended_at: Ints) -> None:
         begin = 0

@@ -11,7 +11,7 @@ import torch
 from kernels.decoder import Batch
 from kernels.ops import Kernels
 from services.worker.device import Array, Device, Mark
-from services.worker.executor import StepOutput
+from services.worker.executor import MaskSource, StepOutput
 from services.worker.host_memory import HostMemory
 from services.worker.models.decoder import Decoder
 from services.worker.rows import Ints, Limits, Rows, Step
@@ -69,7 +69,7 @@ class Runner:
         self._last_token = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device.where)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> RunningStep:
+    def launch(self, plan: Plan, mask: MaskSource) -> RunningStep:
         """Raises PlanError, changing nothing, when the plan contradicts the rows it names."""
         device = self._device
         begin = device.mark()
@@ -91,7 +91,7 @@ class Runner:
         forward = device.mark()
         sampled = None
         if len(step.sample_slots):
-            sampled = self._sampler.sample(logits, step)
+            sampled = self._sampler.sample(logits, step, mask)
             self._last_token.index_copy_(0, device.upload(step.sample_slots), sampled.on_device)
         end = device.mark()
         spans |= {"forward": (started, forward), "sample": (forward, end), "total": (begin, end)}

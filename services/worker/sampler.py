@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from kernels.ops import Kernels
+from services.worker import masks
 from services.worker.device import Device, Mark
+from services.worker.executor import MaskSource
 from services.worker.logit_rules import LogitRules, RuledRow
 from services.worker.rows import Ints, Rows, Step
 from shared.wire import Logprobs, Plan
@@ -46,7 +48,10 @@ class FetchedLogprobs:
 
 
 class Sampled:
-    """What a step has sampled: ``on_device`` [S] int64, and on its way to the host."""
+    """What a step has sampled: ``on_device`` [S] int64, and on its way to the host.
+
+    empty: rows that may have had nothing to sample, and whether they had, on its way as well.
+    """
 
     def __init__(
         self,
@@ -55,9 +60,10 @@ class Sampled:
         mark: Mark,
         ruled: Sequence[tuple[int, RuledRow]],
         logprobs: FetchedLogprobs | None,
+        empty: tuple[Ints, torch.Tensor] | None,
     ) -> None:
         self.on_device = on_device
-        self._ids, self._mark, self._ruled, self._logprobs = ids, mark, ruled, logprobs
+        self._ids, self._mark, self._ruled, self._logprobs, self._empty = ids, mark, ruled, logprobs, empty
 
     def tell_rules(self) -> None:
         """Waits for the ids and gives them to the rows with rules, once."""
@@ -71,6 +77,10 @@ class Sampled:
         self.tell_rules()
         self._mark.wait()
         ids: Ints = self._ids.numpy()
+        if self._empty is not None:
+            rows, are_empty = self._empty
+            ids = ids.copy()  # on a CPU they are what the next step reads
+            ids[rows[are_empty.numpy()]] = -1
         return ids, self._logprobs.take() if self._logprobs else None
 
 
@@ -84,19 +94,27 @@ class Sampler:
         """Rows that leave and enter with ``plan``."""
         self._rules.change(plan)
 
-    def sample(self, logits: torch.Tensor, step: Step) -> Sampled:
+    def sample(self, logits: torch.Tensor, step: Step, mask: MaskSource) -> Sampled:
         """One id for each row of ``logits [S, V]``, the step's sampled entries; logprobs of those that asked.
 
+        ``logits`` may be changed. An id is -1 where mask and rules together leave nothing.
         Rows without rules pay nothing for those of others but a copy of their logits. Rules look at the tokens before,
         so this waits for what the step before has sampled, which is there before this step's forward pass begins.
         """
         rows, slots, upload = self._rows, step.sample_slots, self._device.upload
         ruled = self._rules.among(slots)
-        chosen = logits
+        asked = np.flatnonzero(rows.logprobs[slots] >= 0)
+        chosen, held, empty = logits, np.empty(0, dtype=np.int64), None
+        if rows.masked[slots].any() and (found := mask()) is not None:
+            chosen = logits.clone() if len(asked) else logits
+            held = masks.apply(chosen, found, slots, rows.masked, upload)
         if ruled:
             if self._before is not None:
                 self._before.tell_rules()
-            chosen = self._rules.apply(logits, ruled, step.sample_positions, rows.temperature[slots])
+            chosen = self._rules.apply(chosen, ruled, step.sample_positions, rows.temperature[slots])
+            both = np.intersect1d(held, [place for place, _ in ruled])
+            if len(both):
+                empty = both, self._device.fetch(masks.fill_empty(chosen, both, upload))
         ids = self._kernels.sample(
             chosen,
             upload(rows.temperature[slots]),
@@ -107,13 +125,12 @@ class Sampler:
             upload(step.sample_positions),
         )
         logprobs = None
-        asked = np.flatnonzero(rows.logprobs[slots] >= 0)
         if len(asked):
             places = upload(asked)
             named = {i: row.logprob_ids for i, row in ruled if row.logprob_ids}
             logprobs = self._logprobs(logits[places], ids[places], asked, rows.logprobs[slots[asked]], named)
         fetched = self._device.fetch(ids)
-        sampled = Sampled(ids, fetched, self._device.mark(), ruled, logprobs)
+        sampled = Sampled(ids, fetched, self._device.mark(), ruled, logprobs, empty)
         if ruled:
             self._before = sampled
         return sampled

@@ -10,6 +10,8 @@ import socket
 import threading
 import time
 import zlib
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from shared.wire import (
     Heartbeat,
     Hello,
     HelloRequired,
+    Mask,
     Memory,
     Message,
     Plan,
@@ -45,6 +48,7 @@ log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT = 600.0  # seconds to wait for a scheduler
 REFUSAL_LIMIT = 10  # HELLOs refused, one a second, before it gives up: a rank whose process died is free again by then
+MASK_TIMEOUT = 30.0  # seconds a step waits for its mask
 REMIND_EVERY = 30.0  # seconds between log lines while waiting for it
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -74,12 +78,18 @@ class WorkerService:
         self._pair = (0, 0)  # the epochs of scheduler and workers that plans must carry
         self._last_step = -1
         self._lost_a_plan = False
+        self._later: deque[Plan] = deque()  # plans that came while a step waited for its mask
         self._flight = Flight(executor, self._wake)
         self._registry = registry or Registry()
         self._steps = self._registry.histogram("quire:worker_step_seconds", "Time of a step.", STEP_BUCKETS)
         self._malformed = self._registry.counter("quire:malformed_messages", "Messages that did not decode or fit.")
-        self._stale = self._registry.counter("quire:stale_plans", "Plans of another epoch.")
+        self._stale = self._registry.counter(
+            "quire:stale_plans", "Plans of another epoch, and masks of steps that were given up."
+        )
         self._pulse = _Pulse(self)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_out, zmq.POLLIN)
 
     @property
     def joined(self) -> bool:
@@ -95,9 +105,7 @@ class WorkerService:
         self._wake()
 
     def run(self) -> int:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_out, zmq.POLLIN)
+        poller = self._poller
         started = due = time.monotonic()
         remind = started + REMIND_EVERY
         self._pulse.start()
@@ -156,17 +164,52 @@ class WorkerService:
 
     def _receive(self) -> None:
         while self._ended is None:
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
+            if self._later:
+                self._on_plan(self._later.popleft())
+            elif not self._receive_one(self._handle):
                 return
-            try:
-                self._handle(decode(frames))
-            except WireError as error:
-                self._malformed.inc()
-                self._malformed_log.warning("malformed message from the scheduler: %s", error)
-                self._send(Fault(str(error)))
             self._obey()  # under load the next plan is always here already, so this loop goes on and on
+
+    def _receive_one(self, handle: Callable[[Message], None]) -> bool:
+        """Handles a message that is here; whether there was one."""
+        try:
+            frames = self._socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        try:
+            handle(decode(frames))
+        except WireError as error:
+            self._malformed.inc()
+            self._malformed_log.warning("malformed message from the scheduler: %s", error)
+            self._send(Fault(str(error)))
+        return True
+
+    def _await_mask(self, plan: Plan) -> Mask | None:
+        """The MASK of ``plan``, which the scheduler sends after the result before, and before any later plan.
+
+        None: the process ends, or a plan came instead, so the scheduler has given that step up and drops its result.
+        Raises TimeoutError.
+        """
+        found: list[Mask] = []
+
+        def handle(message: Message) -> None:
+            if isinstance(message, Plan):
+                self._later.append(message)
+            elif isinstance(message, Mask) and _names(message) == _names(plan):
+                found.append(message)
+            else:
+                self._handle(message)
+
+        deadline = time.monotonic() + MASK_TIMEOUT
+        while not (found or self._later or self._ended is not None):
+            self._tell()  # the step before may still run on its device, and the mask comes after its result
+            if not self._receive_one(handle):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"the scheduler sent no mask for it within {MASK_TIMEOUT:g} s")
+                self._poller.poll(max(1, int(left * 1000)))
+            self._obey()
+        return found[0] if found else None
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -174,6 +217,8 @@ class WorkerService:
                 self._on_plan(message)
             case Heartbeat():
                 pass
+            case Mask():  # of a step that was given up
+                self._stale.inc()
             case Welcome():
                 if not self._joined:
                     log.info("joined the scheduler as rank %d", self._rank)
@@ -216,7 +261,7 @@ class WorkerService:
                 self._send(PlanRequired(*self._pair, self._last_step))
             return
         self._last_step = plan.step_id
-        self._flight.launch(plan)
+        self._flight.launch(plan, lambda: self._await_mask(plan))
         self._tell()
 
     def _tell(self) -> None:
@@ -257,6 +302,10 @@ class WorkerService:
         self._context.term()
         self._wake_in.close()
         self._wake_out.close()
+
+
+def _names(message: Plan | Mask) -> tuple[int, int, int]:
+    return message.step_id, message.scheduler_epoch, message.worker_epoch
 
 
 class _Pulse:

@@ -9,6 +9,7 @@ import torch
 
 from kernels.ops import Kernels
 from services.worker.device import Device
+from services.worker.executor import no_mask
 from services.worker.host_memory import HostMemory
 from services.worker.models.decoder import Decoder
 from services.worker.rows import Limits
@@ -39,7 +40,7 @@ class Trial:
         kv, limits = self.allocate(BLOCKS), replace(self.limits, num_blocks=BLOCKS, host_blocks=0)
         runner = Runner(self.device, self.kernels, self.decoder, limits, kv, HostMemory(self.device, kv, 0))
         for plan in largest_plans(limits, self.tokens):
-            step = runner.launch(plan)
+            step = runner.launch(plan, no_mask)
             step.wait()
             step.output()
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from shared import wire
 from shared.codec import int32
 from shared.errors import WireError
+from shared.grammar import GrammarSpec
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 from tests.shared.golden import GOLDEN
 
@@ -41,8 +42,11 @@ MESSAGES: list[wire.Message] = [
         RID, "req-1", "chat", SAMPLING, [{"role": "user", "content": "안녕"}], {"x": 1}, None, int32([]), True, True,
         ["\n"], False, True, 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2], ["no"], True,
         wire.ToolUse([{"type": "function"}], "function", "f", False), "{{ x }}",
+        GrammarSpec("regex", "a+", "structured_outputs.regex"),
     ),
-    wire.SubmitTokens(RID, "req-1", SAMPLING, int32([1, 2, 70000]), 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2]),
+    wire.SubmitTokens(
+        RID, "req-1", SAMPLING, int32([1, 2, 70000]), 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2], "start: /a+/"
+    ),
     wire.Accept(RID, 3, int32([1, 2, 3]), "a b c"),
     wire.Reject(RID, 429, "queue_full", "", "too many", 1.5),
     wire.Cancel(RID, "client gone"),
@@ -65,7 +69,7 @@ MESSAGES: list[wire.Message] = [
     wire.Reply(1, 200, ["x"], 3),
     wire.Plan(
         4, 77, 88, False, 1,
-        [wire.NewRow(2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2, wire.RowRules(2, [1, 2, 3], [0], RULES, 1, [4]))],
+        [wire.NewRow(2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2, wire.RowRules(2, [1, 2, 3], [0], RULES, 1, [4]), True)],
         [2], [0], [3], [[2]], [2], [1], [5], [6],
         [7],
         int32([1, 2, 3]), int32([33]), int32([1]), int32([34]), int32([1, 2]), int32([3, 4]), int32([5, 6]),
@@ -76,6 +80,7 @@ MESSAGES: list[wire.Message] = [
         wire.Logprobs([0, 0], [-0.5, -1.0], [0, 0], [], [], [4, 9]),
     ),
     wire.PlanRequired(77, 88, 3),
+    wire.Mask(4, 77, 88, [2], int32([-1, 5])),
 ]  # fmt: skip
 
 

@@ -226,8 +226,10 @@ class Answer:
         ids = ids or []
         self.send(Text([self.rid], [0], [offset], [channel], [text], [self.tokens], [len(ids)], int32(ids)))
 
-    def finish(self, reason: str = "stop", stop_reason: str = "", message: str = "", cached: int = 0) -> None:
-        finished = Finished(self.rid, 0, self.tokens, reason, stop_reason, message)
+    def finish(
+        self, reason: str = "stop", stop_reason: str = "", message: str = "", cached: int = 0, code: str = ""
+    ) -> None:
+        finished = Finished(self.rid, 0, self.tokens, reason, stop_reason, message, code)
         done = Done(self.rid, 5, cached, self.tokens)
         self.send(Text([], [], [], [], [], [], [], int32([]), [finished], [done]))
 

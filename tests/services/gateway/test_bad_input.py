@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from services.gateway.fields import ONLY_AT, WITHOUT_EFFECT
+from shared.grammar import MAX_GRAMMAR_CHARS
 from shared.wire import SubmitText
 from tests.services.gateway.background import CHAT, Posted
 from tests.services.gateway.pipeline import MAX_MODEL_LEN, VOCAB_SIZE, Pipeline
@@ -93,6 +94,45 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty", "does not go with use_beam_search"),
     ({"use_beam_search": True, "logprobs": 1}, "logprobs", "does not go with use_beam_search"),
     ({"suffix": "x"}, "suffix", "not supported"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "got 'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required with type 'json_schema'"),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
+        "response_format.json_schema",
+        "not used with type 'json_object'",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+        "response_format.json_schema.name",
+        "pattern",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": [1]}}},
+        "response_format.json_schema.schema",
+        "should be a JSON Schema, an object or its text, got [1]",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "give one of json, regex, choice, grammar, json_object"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not known"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not JSON"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice.1", "valid string"),
+    ({"structured_outputs": {"regex": "x" * (MAX_GRAMMAR_CHARS + 1)}}, "structured_outputs.regex", "at most"),
+    (
+        {"structured_outputs": {"json": {"enum": ["x" * MAX_GRAMMAR_CHARS]}}},
+        "structured_outputs.json",
+        f"the limit is {MAX_GRAMMAR_CHARS}",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "structured_outputs.choice",
+        "contradicts structured_outputs.regex",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        "guided_regex",
+        "contradicts response_format; give one of them",
+    ),
+    ({"use_beam_search": True, "guided_choice": ["a"]}, "guided_choice", "does not go with use_beam_search"),
 ]
 
 
@@ -132,7 +172,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "'required'"),
     ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice", "{'name': string}"),
     ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice.function.name", "'g' is not among the tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"logprobs": 1}, "logprobs", "valid boolean"),
     ({"top_logprobs": 1}, "top_logprobs", "only when logprobs is true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),

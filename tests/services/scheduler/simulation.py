@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from services.scheduler.grammar import Grammar
 from services.scheduler.invariants import check
 from services.scheduler.limits import Limits
 from services.scheduler.prefix_cache import Digest, digest
@@ -16,7 +17,7 @@ from services.worker.executor import Executor, StepOutput
 from services.worker.null import BASE, NullExecutor
 from shared.codec import int32
 from shared.sampling import SamplingParams
-from shared.wire import Accept, Done, Finished, Plan, SubmitTokens
+from shared.wire import Accept, Done, Finished, Mask, Plan, SubmitTokens
 
 EOS = 2
 VOCAB = 64
@@ -30,8 +31,8 @@ def toy_output(prompt: list[int], count: int, temperature: float = 0.0, seed: in
     total = sum((token + 1) * pow(BASE, position, 1 << 64) for position, token in enumerate(prompt)) & MASK
     position, output = len(prompt), []
     for _ in range(count):
-        mixed = _mix((total + (_mix((seed + 1) & MASK) if temperature > 0 else 0)) & MASK)
-        token = EOS if temperature > 1 and mixed >> 60 == 0 else allowed[mixed % len(allowed)]
+        drawn = mixed(total + (mixed(seed + 1) if temperature > 0 else 0))
+        token = EOS if temperature > 1 and drawn >> 60 == 0 else allowed[drawn % len(allowed)]
         output.append(token)
         if token == EOS:
             break
@@ -40,7 +41,8 @@ def toy_output(prompt: list[int], count: int, temperature: float = 0.0, seed: in
     return output
 
 
-def _mix(value: int) -> int:
+def mixed(value: int) -> int:
+    value &= MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)
@@ -96,6 +98,9 @@ class Simulation:
         self._named: dict[int, set[int]] = {}  # step in flight → blocks it names
         self._stores: dict[int, set[int]] = {}  # step in flight → blocks it stores to
         self._lengths: dict[int, int] = {}  # tokens of each slot
+        self._masked: set[int] = set()  # slots that sample under a mask
+        self._sampled_under: dict[int, set[int]] = {}  # step → of these, the slots that it samples into
+        self.masks: dict[int, Mask] = {}  # by step
 
     def new_executor(self) -> Executor:
         return NullExecutor(
@@ -143,6 +148,7 @@ class Simulation:
         max_tokens: int,
         generated: list[list[int]] | None = None,
         owner: bytes = OWNER,
+        grammar: Grammar | None = None,
         **fields: Any,
     ) -> Accept | None:
         """``fields``: of the message, or of its sampling parameters."""
@@ -157,7 +163,7 @@ class Simulation:
         )
         for index, ids in enumerate(known):
             self.outputs.setdefault((rid, index), list(ids))
-        accept = self.scheduler.submit(owner, message)
+        accept = self.scheduler.submit(owner, message, grammar)
         self.check()
         return accept
 
@@ -167,14 +173,15 @@ class Simulation:
             self.plans.append(plan)
             self.sent.append(plan)
             self._note_named(plan)
+        self._take_mask()
         self.check()
         return plan
 
     def execute(self) -> bool:
-        """The worker runs its next plan."""
-        if self.sent:
+        """The worker runs its next plan, as soon as it has its mask, if it needs one."""
+        if self.sent and (not self._sampled_under[self.sent[0].step_id] or self.sent[0].step_id in self.masks):
             plan = self.sent.popleft()
-            output = self.executor.execute(plan)
+            output = self.executor.execute(plan, lambda: self.masks[plan.step_id])
             if self.timings is not None:
                 output = replace(output, timings=self.timings(plan))
             self.executed.append((plan.step_id, output))
@@ -189,6 +196,7 @@ class Simulation:
             self.scheduler.retire(
                 step_id, output.slots, output.ids, output.timings, output.logprobs, output.prompt_logprobs
             )
+            self._take_mask()
             self.check()
             return True
         return False
@@ -261,17 +269,38 @@ class Simulation:
         assert not self._named
         assert not (scheduler.swaps.leaving or scheduler.beams.requests or scheduler.tables.is_being_computed)
 
+    def _take_mask(self) -> None:
+        """A mask comes for each step that samples under one, and is about all who do and are not over, exactly."""
+        mask = self.scheduler.mask()
+        if not self.scheduler.steps:
+            assert mask is None
+            return
+        step = self.scheduler.steps[0]
+        if mask is None:
+            assert step.step_id in self.masks or not self._sampled_under[step.step_id]
+            return
+        assert mask.step_id == step.step_id
+        assert mask.step_id not in self.masks
+        self.masks[mask.step_id] = mask
+        slots = zip(step.slots.tolist(), step.sequences, strict=True)
+        open_slots = {slot for slot, sequence in slots if sequence.finished is None}
+        assert sorted(mask.slots) == sorted(self._sampled_under[mask.step_id] & open_slots)
+
     def _note_named(self, plan: Plan) -> None:
-        """The blocks a plan names, from the plans alone."""
+        """The blocks a plan names, and who samples under a mask, from the plans alone."""
         if plan.full:
             self._tables.clear()
             self._decoding.clear()
             self._paused.clear()
             self._lengths.clear()
+            self._masked.clear()
+        left = {slot: self._lengths[slot] for slot in plan.release}
         for slot in plan.release:
             del self._tables[slot]
             self._decoding.discard(slot)
             self._paused.discard(slot)
+            self._masked.discard(slot)
+        self._masked |= {row.slot for row in plan.new_rows if row.masked}
         self._paused = (self._paused | set(plan.pause)) - set(plan.resume)
         decoding = self._decoding - self._paused
         swapped = set(plan.swap_out[::2].tolist())
@@ -290,7 +319,8 @@ class Simulation:
         copies = plan.copies.reshape(-1, 2).tolist()
         copied = {destination for _, destination in copies} | set(plan.swap_in[1::2].tolist())
         for row in plan.new_rows:
-            if row.slot in plan.chunk_slots:  # a fork reads what its sibling stores in this very step
+            # A fork reads what its sibling stores in this very step; who goes on with a run, what it has stored itself.
+            if row.slot in plan.chunk_slots and (not row.masked or left.get(row.slot) != row.length):
                 held = set(self._tables[row.slot][: -(-row.length // size)])
                 read = held - copied | {source for source, destination in copies if destination in held}
                 assert not read & pending, "a hit on what is not written yet"
@@ -307,7 +337,9 @@ class Simulation:
                 self._lengths[one] = start + count
         assert not swapped & stores, "swapped out and written by one plan"
         self._stores[plan.step_id] = stores
-        self._decoding.update(slot for samples in plan.chunk_samples for slot in samples)
+        sampled = {slot for samples in plan.chunk_samples for slot in samples}
+        self._sampled_under[plan.step_id] = (decoding | sampled) & self._masked
+        self._decoding |= sampled
         active = decoding | set(plan.chunk_slots)
         named = {block for slot in active for block in self._tables[slot]}
         self._named[plan.step_id] = named | moved | {block for pair in copies for block in pair}
@@ -316,10 +348,10 @@ class Simulation:
 def toy_candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
     """The null model's likeliest tokens after ``tokens`` and their logprobs, as ``NullExecutor._logprobs`` says."""
     total = sum((token + 1) * pow(BASE, position, 1 << 64) for position, token in enumerate(tokens)) & MASK
-    mixed, allowed = _mix(total), [token for token in range(VOCAB) if token != EOS]
-    gap = 0.125 + (mixed >> 20) % 1000 / 1000
-    ids = [allowed[(mixed + rank) % len(allowed)] for rank in range(count)]
-    if mixed >> 60 == 0 and count > 1:
+    drawn, allowed = mixed(total), [token for token in range(VOCAB) if token != EOS]
+    gap = 0.125 + (drawn >> 20) % 1000 / 1000
+    ids = [allowed[(drawn + rank) % len(allowed)] for rank in range(count)]
+    if drawn >> 60 == 0 and count > 1:
         ids[1] = EOS
     return [(token, -0.125 - gap * rank) for rank, token in enumerate(ids)]
 

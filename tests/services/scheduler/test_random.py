@@ -14,6 +14,7 @@ from services.scheduler.streams import RESEND_AFTER
 from shared.errors import RequestError
 from tests.services.scheduler.simulation import EOS, OWNER, VOCAB, Simulation, toy_logprob, toy_output
 from tests.services.scheduler.test_beams import toy_beams
+from tests.services.scheduler.toy_grammar import GRAMMARS, constrained_output, new_grammar
 
 OPERATIONS = 300_000
 RUN = 500  # operations of one driver, before everything is drained and compared
@@ -46,6 +47,7 @@ class Driver:
         self.prompts: list[list[int]] = []
         self.salted: dict[int, tuple[tuple[str, str], list[int]]] = {}  # by rid: what must be equal to share; prompt
         self.expected: dict[tuple[int, int], list[int]] = {}
+        self.reasons: dict[tuple[int, int], str] = {}
         self.keeps: dict[tuple[int, int], int] = {}
         self.cancelled: set[int] = set()
         self.next_rid = 1
@@ -97,10 +99,17 @@ class Driver:
         if n > self.simulation.limits.max_num_seqs:
             return
         rid, self.next_rid = self.next_rid, self.next_rid + 1
-        outputs = [toy_output(prompt, max_tokens, temperature, seed + index) for index in range(n)]
+        grammar = rng.choice(GRAMMARS) if rng.random() < 0.25 else None
+        seeds = range(seed, seed + n)
+        if grammar is None:
+            outputs = [toy_output(prompt, max_tokens, temperature, one) for one in seeds]
+            reasons = ["stop" if output[-1] == EOS else "length" for output in outputs]
+        else:
+            ends = [constrained_output(prompt, grammar, max_tokens, temperature, one) for one in seeds]
+            outputs, reasons = [output for output, _ in ends], [reason for _, reason in ends]
         generated = [output[: rng.randint(0, len(output))] for output in outputs] if rng.random() < 0.2 else None
         kind: dict[str, Any] = {}
-        if self.held and rng.random() < 0.4:  # n of these, which only their end tells
+        if self.held and grammar is None and rng.random() < 0.4:  # n of these, which only their end tells
             generated, n = None, min(n, 2)
             if rng.random() < 0.5:
                 max_tokens = min(max_tokens, 8)  # the plain search is slow
@@ -125,13 +134,17 @@ class Driver:
                 priority=rng.randint(0, 2) if self.simulation.limits.scheduling_policy == "priority" else 0,
                 tenant=tenant,
                 cache_salt=cache_salt,
+                grammar=None if grammar is None else new_grammar(grammar),
                 **kind,
             )
         except RequestError as error:
             assert "beams of" in error.message, error.message
             del self.salted[rid]
             return
+        if kind:
+            reasons = ["stop" if output[-1] == EOS else "length" for output in outputs]
         self.expected |= {(rid, index): output for index, output in enumerate(outputs)}
+        self.reasons |= {(rid, index): reason for index, reason in enumerate(reasons)}
 
     def prompt(self, length: int) -> list[int]:
         """New tokens, or an old prompt up to somewhere, gone on differently or cut short."""
@@ -167,7 +180,7 @@ class Driver:
             ):
                 expected = expected[: finished.tokens]
             else:
-                assert finished.reason == ("stop" if expected[-1] == EOS else "length")
+                assert finished.reason == self.reasons[key]
             assert output[: finished.tokens] == expected
             assert finished.tokens == len(expected)
         if not self.held:  # beams that died have computed what is in no answer

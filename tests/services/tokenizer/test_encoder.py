@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as Library
 
 from services.tokenizer import encoder as module
 from services.tokenizer.encoder import Encoder, Prompt
+from services.tokenizer.grammars import Grammars
 from services.tokenizer.tokenizer import Tokenizer
 from shared.codec import int32
 from shared.errors import RequestError
@@ -20,11 +22,12 @@ from shared.sampling import SamplingParams
 from shared.wire import SubmitText, Welcome
 
 LIMITS = Welcome(1, 0, 16, 100, 2048, 401, [1], "digest")
+NO_FOLDER = Path("none")  # no grammar is compiled here
 
 
 @pytest.fixture
 def encoder(chatty: Tokenizer) -> Iterator[Encoder]:
-    encoder = Encoder(chatty, 2)
+    encoder = Encoder(chatty, Grammars(NO_FOLDER), 2)
     yield encoder
     encoder.close()
 
@@ -128,7 +131,7 @@ def test_other_refusals(encoder: Encoder, byte_level: Library) -> None:
     assert refusal(encoder, submit(prompt="x", stop=["a", ""])).param == "stop"
     override = submit(messages=user("x"), template_kwargs={"messages": []})
     assert refusal(encoder, override).param == "chat_template_kwargs.messages"
-    plain = Encoder(Tokenizer(byte_level), 1)
+    plain = Encoder(Tokenizer(byte_level), Grammars(NO_FOLDER), 1)
     error = refusal(plain, submit(messages=user("x")))
     assert (error.code, error.param) == ("no_chat_template", "messages")
     assert refusal(plain, submit(prompt="")).param == "prompt"
@@ -196,7 +199,7 @@ def test_tokenize_and_detokenize(encoder: Encoder, byte_level: Library) -> None:
 
 def test_encoding_lets_the_loop_run(byte_level: Library) -> None:
     """3 MB in the pool: the loop turns many times meanwhile, since the encoder lets go of the interpreter's lock."""
-    encoder = Encoder(Tokenizer(byte_level), 1)
+    encoder = Encoder(Tokenizer(byte_level), Grammars(NO_FOLDER), 1)
     roomy = Welcome(1, 0, 16, 100, 10_000_000, 401, [1], "digest")
 
     async def main() -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.executor import StepOutput
+from services.worker.executor import MaskSource, StepOutput
 from shared.codec import int32
-from shared.wire import Memory, Plan, Result
+from shared.wire import Mask, Memory, NewRow, Plan, Result
 from tests.services.worker.test_null import EMPTY
 from tests.services.worker.test_service import EPOCH, GROUP, FakeScheduler
 
@@ -49,9 +49,11 @@ class SlowDevice:
         self.launched = threading.Semaphore(0)
         self.fails: Exception | None = None
 
-    def launch(self, plan: Plan) -> SlowStep:
+    def launch(self, plan: Plan, mask: MaskSource) -> SlowStep:
         if plan.decodes:
             raise ValueError("it cannot begin")
+        if plan.new_rows:
+            assert mask() is not None
         self.steps.append(SlowStep(plan.step_id, self.fails))
         self.launched.release()
         return self.steps[-1]
@@ -102,3 +104,19 @@ def test_a_step_that_cannot_begin_is_told_after_the_one_before(scheduler: FakeSc
     device.steps[0].over.set()
     results: list[Result] = [scheduler.receive(Result) for _ in range(2)]
     assert [(result.step_id, result.error) for result in results] == [(1, ""), (2, "ValueError: it cannot begin")]
+
+
+def test_a_launch_that_waits_for_its_mask_lets_the_result_before_go(
+    scheduler: FakeScheduler, device: SlowDevice
+) -> None:
+    """The mask depends on that result, so neither would ever come."""
+    send(scheduler, 1)
+    assert device.launched.acquire(timeout=10)
+    send(scheduler, 2, new_rows=[NewRow(0, 0, 0, 0.0, 1.0, 0, 0.0, 0, masked=True)])
+    assert not device.launched.acquire(timeout=0.3)
+    device.steps[0].over.set()
+    assert scheduler.receive(Result).step_id == 1
+    scheduler.send(Mask(2, EPOCH, GROUP, [], int32([])))
+    assert device.launched.acquire(timeout=10)
+    device.steps[1].over.set()
+    assert scheduler.receive(Result).step_id == 2

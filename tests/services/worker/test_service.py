@@ -15,6 +15,7 @@ import zmq
 from services.scheduler.ranks import checksum
 from services.worker.executor import Executor
 from services.worker.service import WorkerService
+from shared.codec import int32
 from shared.ids import Identity
 from shared.transport import Security, bind_router
 from shared.wire import (
@@ -23,6 +24,7 @@ from shared.wire import (
     Heartbeat,
     Hello,
     HelloRequired,
+    Mask,
     PlanRequired,
     Result,
     Welcome,
@@ -190,3 +192,51 @@ def test_a_worker_refused_again_and_again_ends(scheduler: FakeScheduler, caplog:
         "the scheduler refuses this worker: worker rank 0 is here already",
         "ending: the scheduler refused this worker 10 times: worker rank 0 is here already",
     ]
+
+
+def masked_prefill(step_id: int) -> Any:
+    plan = prefill(2, [7, 8], [3], full=True)
+    rows = [replace(row, masked=True) for row in plan.new_rows]
+    return replace(plan, step_id=step_id, scheduler_epoch=EPOCH, worker_epoch=GROUP, new_rows=rows)
+
+
+def only(token: int, step_id: int, epoch: int = EPOCH) -> Mask:
+    return Mask(step_id, epoch, GROUP, [2], int32([1 << token % 32 if word == token // 32 else 0 for word in range(2)]))
+
+
+def test_a_step_with_masked_rows_waits_for_its_mask(scheduler: FakeScheduler) -> None:
+    """Whatever else comes meanwhile: heartbeats, masks of other steps, bytes that are no message."""
+    scheduler.welcome()
+    scheduler.send(masked_prefill(1))
+    for other in (Heartbeat(EPOCH, 0, 0.0), only(5, 7), only(5, 1, EPOCH + 1)):
+        scheduler.send(other)
+    scheduler.send_raw(b"\xff\x01", b"")
+    assert "unknown" in scheduler.receive(Fault).message
+    with pytest.raises(AssertionError, match="no Result"):
+        scheduler.receive(Result, patience=0.3)
+    scheduler.send(only(40, 1))
+    assert scheduler.receive(Result).ids.tolist() == [40]
+
+
+def test_a_full_plan_instead_of_a_mask_means_that_the_step_was_given_up(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    scheduler.send(masked_prefill(1))
+    scheduler.send(masked_prefill(2))
+    assert scheduler.receive(Result).step_id == 1  # of no use to anybody
+    scheduler.send(only(41, 2))
+    result = scheduler.receive(Result)
+    assert (result.step_id, result.ids.tolist(), result.error) == (2, [41], "")
+
+
+def test_a_mask_that_does_not_come_is_named(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.service.MASK_TIMEOUT", 0.2)
+    scheduler.welcome()
+    scheduler.send(masked_prefill(1))
+    assert "sent no mask for it within 0.2 s" in scheduler.receive(Result).error
+
+
+def test_the_end_does_not_wait_for_a_mask(scheduler: FakeScheduler) -> None:
+    scheduler.welcome()
+    scheduler.send(masked_prefill(1))
+    scheduler.send(Goodbye(""))
+    assert scheduler.join() == 0

@@ -1,0 +1,100 @@
+"""A process that compiles grammars, one after another, for the tokenizer that started it.
+
+A thread that compiles cannot be stopped, and small schemas can take minutes (vllm #54003). This process can: the kernel
+ends it when a grammar has used up its time or its memory, and the tokenizer starts another.
+
+Frames on stdin and stdout have their length before them, 4 bytes, little-endian. In: msgpack ``[kind, text]``. Out:
+``[grammar, error]``, one of which is empty; the first is about the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from shared.codec import pack, unpack
+from shared.grammar import GrammarError, load_vocabulary, new_matcher, reason_of
+
+CPU_SECONDS = 1.5
+"""Of processor time, for one grammar; most take milliseconds."""
+OVERTIME = signal.SIGPROF
+"""What the kernel ends the process with when a grammar has used them up."""
+MEMORY = 4 << 30
+"""Of address space, most of which is never touched."""
+WHITESPACE = r" |\n[ \t]{0,32}"
+"""Between the tokens of a JSON text: a small model that may write blanks for ever does."""
+
+
+def main(argv: Sequence[str]) -> int:
+    folder, vocab_size, *eos_ids = argv
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    os.nice(5)  # requests that run go before those that may run
+    try:
+        vocabulary = load_vocabulary(Path(folder), int(vocab_size), list(map(int, eos_ids)))
+    except GrammarError as error:
+        _write(sys.stdout.buffer, ["", str(error)])
+        return 1
+    _write(sys.stdout.buffer, ["", ""])
+    while (frame := _read(sys.stdin.buffer)) is not None:
+        kind, text = unpack(frame)
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        try:
+            grammar = serialize(kind, text)
+            matcher = new_matcher(vocabulary, grammar)
+            matcher.consume_tokens(matcher.compute_ff_tokens())
+            matcher.compute_bitmask()  # the first mask is the dearest, and shows whether there is any way to go on
+            answer = ["", reason_of(matcher)] if matcher.is_error() else [grammar, ""]
+        except GrammarError as error:
+            answer = ["", str(error) or "it is no grammar"]
+        _write(sys.stdout.buffer, answer)
+    return 0
+
+
+def serialize(kind: str, text: str) -> str:
+    """A GrammarSpec's text in llguidance's own form. Raises GrammarError; what is inside is not checked yet."""
+    from llguidance import LLMatcher, regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        match kind:
+            case "json":
+                return str(LLMatcher.grammar_from_json_schema(json.dumps(_with_whitespace(json.loads(text)))))
+            case "regex":
+                # As in JavaScript and JSON Schema, \d and \w are ASCII: who asks for digits wants no others.
+                return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dw')}/"))
+            case "choice":
+                options = (json.dumps(option, ensure_ascii=False) for option in json.loads(text))
+                return str(LLMatcher.grammar_from_lark("start: " + " | ".join(options)))
+            case "grammar":
+                return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+    except Exception as error:  # GBNF is converted by patterns, and what they stumble over raises anything
+        raise GrammarError(str(error)[:300]) from error
+    raise GrammarError(f"there is no kind of grammar {kind!r}")
+
+
+def _with_whitespace(schema: object) -> object:
+    if schema is True:
+        schema = {}
+    return {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema} if isinstance(schema, dict) else schema
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    """The next frame; None at the end of the stream."""
+    head = stream.read(4)
+    return stream.read(int.from_bytes(head, "little")) if len(head) == 4 else None
+
+
+def _write(stream: BinaryIO, message: list[str]) -> None:
+    body = pack(message)
+    stream.write(len(body).to_bytes(4, "little") + body)
+    stream.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
