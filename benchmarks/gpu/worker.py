@@ -106,8 +106,8 @@ def executor(folder: Path, shape: Shape, device: torch.device, registry: Registr
 def time_steps(
     folder: Path, shape: Shape, device: torch.device, batches: list[int], prompts: list[int], context: int, steps: int
 ) -> None:
-    """The table of ``quire bench step``, with CUDA graphs and without."""
-    for eager in (False, True):
+    """The table of ``quire bench step``, with CUDA graphs and without; a CPU has none."""
+    for eager in (False, True) if device.type == "cuda" else (True,):
         registry = Registry()
         longest = max(context + steps + 1, *prompts)
         options = {"max_num_seqs": max(batches), "max_model_len": longest, "enforce_eager": eager}

@@ -33,7 +33,7 @@ def test_every_section_runs_interpreted() -> None:
     assert "FAIL" not in done.stdout
     assert "ok   tokens over HTTP are transformers'" in done.stdout
     assert done.stdout.count("\n  ok  ") > 15
-    assert done.stdout.count("decode 2") == 2  # the table of steps, with graphs and without
+    assert "    decode 2  " in done.stdout  # the table of steps
     assert "floor/ours" in done.stdout
 
 
