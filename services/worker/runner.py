@@ -123,7 +123,7 @@ class Runner:
     def _batch(self, step: Step, plan: Plan) -> Batch:
         upload, rows = self._device.upload, self._rows
         decodes = len(step.decode_slots)
-        tokens = self._last_token[upload(step.decode_slots)]
+        tokens = self._last_token.index_select(0, upload(step.decode_slots))
         if len(plan.tokens):
             tokens = torch.cat([tokens, upload(plan.tokens.astype(np.int64))])
         return Batch(

@@ -96,6 +96,7 @@ def outputs(executor: ModelExecutor, plans: list[dict[str, Any]], ahead: int) ->
 
 
 def test_tokens_are_the_cpus_and_no_two_operations_race(folder: Path, memory: cuda_stand_in.Memory) -> None:
+    """vllm-ascend #14055: a sequence preempted while a later step is in flight keeps its blocks and its token."""
     prompts = random_models.prompts(20, 20)
     with pytest.MonkeyPatch.context() as undone:
         undone.setattr(model_executor, "_device", lambda where, config, cgroup: model_executor.Cpu(cgroup))

@@ -30,6 +30,8 @@ def test_every_row_samples_and_the_first_is_as_long_as_it_gets(
     plans = list(largest_plans(limits, tokens))
     assert plans[0].chunk_lens == chunks
     assert plans[0].chunk_samples == [[slot] for slot in range(len(chunks))]
+    rules = [row.rules for row in plans[0].new_rows]  # a prompt's logprobs are among what is tried: vllm #5907, #5067
+    assert [rule and (rule.prompt_logprobs, len(rule.tokens)) for rule in rules] == [(20, count) for count in chunks]
     assert plans[0].table_lens == [-(-max_len // 4)] * len(chunks)
     assert [(p.decodes, p.chunk_lens) for p in plans[1:]] == ([second] if second else [])
 
