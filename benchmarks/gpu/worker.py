@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -117,8 +118,7 @@ def time_steps(
         for line in account(made, fitting, prompts, context, steps):
             print(f"    {line}", flush=True)
         del made
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        _free(device)
 
 
 def check_steps(
@@ -142,10 +142,19 @@ def check_steps(
         swapped = _generated(made, 1, tokens, swap=True)
         checks.that(f"{shape.name}: a sequence that was swapped out and in goes on alike", swapped == found[-1][0])
         late += registry.snapshot()["quire:worker_late_compiles"][3][0][1]
+        del made
+        _free(device)
     checks.that(f"{shape.name}: tokens of graphs are those of eager steps", found[0] == found[1])
     alike = [rows[0] for rows in found[0]]
     checks.that(f"{shape.name}: a sequence's tokens are the same in any batch", alike.count(alike[0]) == len(alike))
     checks.that(f"{shape.name}: {late:.0f} kernels were compiled after the start", late == 0)
+
+
+def _free(device: torch.device) -> None:
+    """What an executor held: it and its graphs name each other, so only the collector finds them."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _generated(made: ModelExecutor, rows: int, tokens: int, swap: bool = False) -> list[list[int]]:
