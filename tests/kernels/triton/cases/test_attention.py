@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kernels.triton as kernels
+from kernels.errors import UnavailableError
 from kernels.triton.attention import FEW_ROWS, MAX_SPLITS, MIN_SPLIT_TOKENS
 from tests.kernels.cpu.oracle import TOLERANCE, Paged, assert_close, attention, paged, queries
 
@@ -190,15 +191,9 @@ def test_no_rows(device: torch.device) -> None:
     assert prefill(queries(0, 2, 64, torch.float32), [0], memory, device).shape == (0, 2, 64)
 
 
-def test_block_sizes_it_does_not_take_are_named(device: torch.device) -> None:
-    kv = torch.zeros(4, 2, 1, 8, 64)
-    with pytest.raises(ValueError, match="block_size 8: the Triton kernels take 16, 32, 64 or 128"):
-        kernels.paged_decode(
-            torch.zeros(1, 1, 64),
-            kv,
-            torch.zeros(1, 1, dtype=torch.int32),
-            torch.ones(1, dtype=torch.int32),
-            1.0,
-            0,
-            0.0,
-        )
+def test_shapes_that_the_kernels_do_not_take_are_named() -> None:
+    kernels.check_kv(128, 256)
+    with pytest.raises(UnavailableError, match="block size 8: these kernels take 16, 32, 64 or 128"):
+        kernels.check_kv(8, 64)
+    with pytest.raises(UnavailableError, match="heads of 288 elements: these kernels take up to 256"):
+        kernels.check_kv(16, 288)
