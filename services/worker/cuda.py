@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +74,14 @@ class Usage:
             f"of {self.total} bytes, weights and the largest step take {self.peak}, graphs {self.graphs} and what "
             f"torch does not manage {self.others}"
         )
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the GPU has no memory for {what}: {error}") from error
 
 
 class Cuda:
@@ -147,22 +156,21 @@ class Cuda:
         begin = time.perf_counter()
         model = trial.decoder.config
         shapes = Shapes(model.num_heads, model.hidden_size, model.intermediate_size, model.vocab_size, model.qk_norm)
-        warm_up(shapes, kv[0], sorted(set(model.windows)))
-        if self._sizes:
-            trial.decoder.fused = self._capture(trial, kv, self._sizes)
-        torch.cuda.synchronize(self.where)
+        with _memory_for(f"{len(self._sizes)} graphs (--cudagraph-capture-sizes, --enforce-eager)"):
+            warm_up(shapes, kv[0], sorted(set(model.windows)))
+            if self._sizes:
+                trial.decoder.fused = self._capture(trial, kv, self._sizes)
+            torch.cuda.synchronize(self.where)
         CompileWatch(late_compile).start()
         log.info("kernels compiled, %d graphs captured in %.1f s", len(self._sizes), time.perf_counter() - begin)
 
     def _run(self, trial: Trial) -> None:
-        try:
+        with _memory_for(
+            f"the largest step, of --max-num-batched-tokens {trial.tokens} tokens in --max-num-seqs "
+            f"{trial.limits.max_num_seqs} sequences"
+        ):
             trial.run()
             torch.cuda.synchronize(self.where)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"the largest step, of --max-num-batched-tokens {trial.tokens} tokens in --max-num-seqs "
-                f"{trial.limits.max_num_seqs} sequences, finds no memory on {self.where}: {error}"
-            ) from error
 
     def _graph_bytes(self, trial: Trial) -> int:
         """What all graphs will take, from capturing the largest, and the largest two."""

@@ -185,7 +185,7 @@ def test_a_largest_step_without_memory_says_what_to_change(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(WatchedKernels, "sample", out_of_memory)
-    with pytest.raises(ConfigError, match="--max-num-batched-tokens 64 tokens in --max-num-seqs 8 sequences, finds no"):
+    with pytest.raises(ConfigError, match="no memory for the largest step, of --max-num-batched-tokens 64 tokens in"):
         on_stand_in(folder)
 
 
