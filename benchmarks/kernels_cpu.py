@@ -1,6 +1,6 @@
 """CPU kernels against what torch offers and what the memory allows, as ratios measured in one run.
 
-    python benchmarks/kernels_cpu.py [--threads N] [--seconds S] [decode paging prefill linear blocks]
+    python benchmarks/kernels_cpu.py [--threads N] [--seconds S] [decode paging prefill linear quantized blocks]
 
 Every figure is the least of many repeats of each call, rivals taken in turn, so that a busy machine disturbs both
 alike. Where there is a floor, the line says whether the ratio holds it; the exit status is 1 when one does not.
@@ -10,12 +10,16 @@ Memory is cold: each call uses the next of several layers, together larger than 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import mmap
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,13 +29,14 @@ import torch
 import torch.nn.functional as F
 
 from kernels import reference
-from kernels.cpu import CpuKernels, load
+from kernels.cpu import CpuKernels, build, load
+from kernels.quantized import to_int4, to_int8
 
 Call = Callable[[], object]
 
 # SmolLM2-135M, the model whose shapes are measured.
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
-LINEARS = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536)}
+LINEARS = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 LAYERS = 8
 
 
@@ -274,26 +279,79 @@ def prefill(kernels: CpuKernels, report: Report) -> None:
 
 
 def linear(kernels: CpuKernels, report: Report) -> None:
+    """bf16 against oneDNN over weights it packed for that number of rows, and against plain_gemm.cpp."""
+    plain = PlainGemm()
+    read = read_bandwidth(report)
     for name, (outputs, inputs) in LINEARS.items():
         for rows in (1, 8, 32, 128, 512):
             # Enough layers that weights are cold where that matters; long calls need repeats more.
-            layers = 24 if rows <= 32 else 3
+            layers = max(1, (24 if rows <= 32 else 3) * 576 * 3072 // max(outputs * inputs, 576 * 3072))
             weights = [(torch.randn(outputs, inputs) * 0.02).bfloat16() for _ in range(layers)]
-            ours = [kernels.linear(weight) for weight in weights]
             x = torch.randn(rows, inputs).bfloat16()
-            packed = [torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in weights]
-            us = report.race(
-                {
-                    "ours": [lambda f=f, x=x: f(x) for f in ours],  # type: ignore[misc]
-                    "mkldnn": [
-                        lambda w=w, x=x: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")  # type: ignore[misc]
-                        for w in packed
-                    ],
-                }
-            )
-            what = f"linear {name} {outputs} x {inputs}, {rows} rows, bf16: oneDNN prepacked / ours"
-            rate = 2 * rows * outputs * inputs / us["ours"] / 1e3
-            report.ratio(what, us["mkldnn"] / us["ours"], 0.9, f"{us['ours']:.0f} us, {rate:.0f} GFLOP/s")
+            rivals = {"ours": [lambda f=f, x=x: f(x) for f in map(kernels.linear, weights)]}  # type: ignore[misc]
+            rivals["oneDNN prepacked"] = [
+                lambda w=w, x=x: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")  # type: ignore[misc]
+                for w in (torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in weights)
+            ]
+            if plain.found:
+                rivals["the plain product"] = [plain.call(weight, x) for weight in weights]
+            us = report.race(rivals)
+            best = min((us[rival], rival) for rival in us if rival != "ours")
+            flops, size = 2 * rows * outputs * inputs, 2 * outputs * inputs
+            note = f"{us['ours']:.0f} us, {flops / us['ours'] / 1e3:.0f} GFLOP/s, {size / us['ours'] / 1e3:.0f} GB/s"
+            what = f"linear {name} {outputs} x {inputs}, {rows} rows, bf16: {best[1]} / ours"
+            report.ratio(what, best[0] / us["ours"], 0.9, f"{note} of {read:.0f}")
+
+
+def quantized(kernels: CpuKernels, report: Report) -> None:
+    """Weights of 8 and 4 bits against bf16. Two digits: inputs of 15 bits, as for a GGUF file's own blocks."""
+    for name, (outputs, inputs) in LINEARS.items():
+        weight = (torch.randn(outputs, inputs) * 0.02).bfloat16()
+        int8, int4 = to_int8(weight), to_int4(weight)
+        kinds = {"int8": int8, "int4": int4, "4 bits, two digits": replace(int4, digits=2)}
+        for rows in (1, 8, 32, 128):
+            layers = max(1, (24 if rows <= 32 else 3) * 576 * 3072 // max(outputs * inputs, 576 * 3072))
+            x = torch.randn(rows, inputs).bfloat16()
+            made = {"bf16": [kernels.linear(weight) for _ in range(layers)]}
+            for kind, codes in kinds.items():
+                made[kind] = [kernels.quantized_linear(codes, None, torch.bfloat16) for _ in range(layers)]
+            us = report.race({kind: [lambda f=f, x=x: f(x) for f in made[kind]] for kind in made})  # type: ignore[misc]
+            for kind in kinds:
+                what = f"linear {name} {outputs} x {inputs}, {rows} rows: bf16 / {kind}"
+                report.ratio(what, us["bf16"] / us[kind], None, f"{us[kind]:.0f} us")
+
+
+class PlainGemm:
+    """plain_gemm.cpp, compiled for this machine; not ``found`` where it has no bf16 products or no compiler."""
+
+    def __init__(self) -> None:
+        self.found = build.supported()[0].name == "avx512bf16" and shutil.which("g++") is not None
+        if not self.found:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / "plain_gemm.so"
+            flags = ["-O3", "-std=c++20", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+            subprocess.run(["g++", *flags, Path(__file__).with_name("plain_gemm.cpp"), "-o", target], check=True)
+            self._library = ctypes.CDLL(str(target))
+
+    def call(self, weight: torch.Tensor, x: torch.Tensor) -> Call:
+        outputs, inputs = (ctypes.c_int64(extent) for extent in weight.shape)
+        packed, out = torch.empty_like(weight), torch.empty(len(x), len(weight), dtype=x.dtype)
+        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, packed, out, x)]
+        self._library.plain_pack(*addresses[:2], outputs, inputs)
+        assert torch.equal(weight.flatten()[:2], packed.flatten()[:2])
+        rows = ctypes.c_int64(len(x))
+
+        def call(keep: object = (packed, out, x)) -> None:
+            self._library.plain_gemm(addresses[3], addresses[1], addresses[2], rows, outputs, inputs)
+
+        return call
+
+
+def read_bandwidth(report: Report) -> float:
+    """GB/s of a sum over 256 MiB."""
+    words = torch.ones(1 << 26)
+    return words.numel() * 4 / report.race({"read": [words.sum]})["read"] / 1e3
 
 
 def blocks(kernels: CpuKernels, report: Report) -> None:
@@ -309,7 +367,14 @@ def blocks(kernels: CpuKernels, report: Report) -> None:
 
 
 def main() -> int:
-    parts = {"decode": decode, "paging": paging, "prefill": prefill, "linear": linear, "blocks": blocks}
+    parts = {
+        "decode": decode,
+        "paging": paging,
+        "prefill": prefill,
+        "linear": linear,
+        "quantized": quantized,
+        "blocks": blocks,
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"which of {', '.join(parts)} (default: all)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from kernels import reference
 from kernels.decoder import DecoderParts, FusedDecoder, Linear
 from kernels.errors import UnavailableError
+from kernels.quantized import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
@@ -107,17 +108,14 @@ class Backend(Protocol):
     ) -> torch.Tensor: ...
 
 
-def select(device: torch.device, backend: str = "auto", quantization: str = "none") -> Kernels:
-    """The operations on ``device`` by one of BACKENDS. quantization: int8 makes linear layers of the native CPU kernels
-    round their weights and inputs to int8; nothing else can.
+def select(device: torch.device, backend: str = "auto") -> Kernels:
+    """The operations on ``device`` by one of BACKENDS.
 
     auto: triton on CUDA; on a CPU the native kernels, or the reference (with a warning) where they cannot be had.
     Raises UnavailableError when a backend named outright cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
-    if quantization == "int8":
-        return _int8(device, backend)
     if backend == "reference":
         return Kernels("reference", reference)
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
@@ -132,21 +130,12 @@ def select(device: torch.device, backend: str = "auto", quantization: str = "non
 
     try:
         native = load()
-        return Kernels("cpu", native, native.linear, native.decoder)
+        return Kernels("cpu", native, native.linear, native.decoder, quantized_linear=native.quantized_linear)
     except UnavailableError as error:
         if backend == "cpu":
             raise
         log.warning("no native CPU kernels, the slower torch ones run instead: %s", error)
         return Kernels("reference", reference)
-
-
-def _int8(device: torch.device, backend: str) -> Kernels:
-    if device.type != "cpu" or backend not in ("auto", "cpu"):
-        raise UnavailableError(f"int8 weights run on the native CPU kernels only, not with {backend} on {device}")
-    from kernels.cpu import load
-
-    native = load(int8=True)
-    return Kernels("cpu int8", native, native.int8_linear, native.decoder)
 
 
 class Kernels:
@@ -159,7 +148,9 @@ class Kernels:
         linear: Callable[[torch.Tensor, torch.Tensor | None], Linear] = torch_linear,
         decoder: Callable[[DecoderParts], FusedDecoder | None] = lambda _: None,
         check_kv: Callable[[int, int], None] = lambda block_size, head_dim: None,
+        quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None, torch.dtype], Linear] | None = None,
     ) -> None:
+        """quantized_linear: None where weights are dequantised instead."""
         self.name = name
         self.check_kv = check_kv
         """Raises UnavailableError when the attention kernels do not take KV of this block size and head size."""
@@ -167,6 +158,7 @@ class Kernels:
         """The whole forward pass of a decoder in one call, None where there is no such thing."""
         self._backend = backend
         self._linear = linear
+        self._quantized_linear = quantized_linear
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Writes token t's key and value ``k, v [T, K, D]`` to slot ``slot_mapping[t]`` (int64) of ``kv``.
@@ -213,6 +205,15 @@ class Kernels:
             _shape("bias", bias, weight.shape[:1])
             _dtype("bias", bias, weight.dtype)
         return self._linear(weight, bias)
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
+        """``linear`` of a quantised weight, of inputs, bias and results of ``dtype``."""
+        if bias is not None:
+            _shape("bias", bias, weight.shape[:1])
+            _dtype("bias", bias, dtype)
+        if self._quantized_linear is None:
+            return self._linear(weight.dequantize(dtype), bias)
+        return self._quantized_linear(weight, bias, dtype)
 
     def copy_blocks(self, kvs: Sequence[torch.Tensor], sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """Copies block ``sources[i]`` over block ``destinations[i]`` (both [P] int64) in every layer of ``kvs``.

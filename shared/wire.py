@@ -63,7 +63,8 @@ class Memory:
 
     num_blocks counts block 0, which is padding and never owned. eos_ids and vocab_size come from the model's config.
     model_digest and model_name: of its ``ModelFiles``; a tokenizer of another digest does not fit (empty: any does).
-    dtype: of weights and KV, the same on every rank. defaults: for requests that leave sampling open.
+    dtype: of weights and KV. defaults: for requests that leave sampling open. quantization: of weights, as
+    ``--quantization`` names it. All three are the same on every rank.
     """
 
     num_blocks: int
@@ -77,6 +78,7 @@ class Memory:
     model_name: str = ""
     dtype: str = ""
     defaults: SamplingDefaults = SamplingDefaults()
+    quantization: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,21 +12,16 @@ import torch.nn.functional as F
 from kernels import reference
 from kernels.cpu import build
 from kernels.cpu.library import DTYPES, Cache, Library, Scores, sequences
-from kernels.cpu.linear import PackedLinear
+from kernels.cpu.linear import GROUP, PackedLinear
+from kernels.cpu.pages import Pages
 from kernels.cpu.step import Step, fuse
 from kernels.decoder import DecoderParts
-from kernels.errors import UnavailableError
+from kernels.quantized import QuantizedWeight
 
 
-def load(*, int8: bool = False) -> CpuKernels:
-    """The kernels for this processor, compiled first if need be. Raises UnavailableError where that cannot be.
-
-    int8: they must have products of int8.
-    """
-    library = Library(build.library(build.choose()))
-    if int8 and not library.int8_bytes(64, 64):
-        raise UnavailableError("int8 weights need a processor with AVX512-VNNI and AVX512-BF16")
-    return CpuKernels(library)
+def load() -> CpuKernels:
+    """The kernels for this processor, compiled first if need be. Raises UnavailableError where that cannot be."""
+    return CpuKernels(Library(build.library(build.choose())))
 
 
 class CpuKernels:
@@ -35,6 +30,7 @@ class CpuKernels:
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self._pages = Pages()
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if not _stores(kv):
@@ -227,13 +223,15 @@ class CpuKernels:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
         if weight.dtype not in DTYPES or weight.shape[1] % 2:
             return partial(F.linear, weight=weight, bias=bias)
-        return PackedLinear(self._library, weight, bias)
+        return PackedLinear(self._library, self._pages, weight, bias, weight.dtype)
 
-    def int8_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[..., torch.Tensor]:
-        """``linear`` with weights and inputs rounded to int8, but for weights whose inputs are no multiple of 64."""
-        if weight.dtype in DTYPES and self._library.int8_bytes(*weight.shape):
-            return PackedLinear(self._library, weight, bias, int8=True)
-        return self.linear(weight, bias)
+    def quantized_linear(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """``linear`` that multiplies codes, with inputs rounded to integers of ``weight.digits`` bytes."""
+        if dtype not in DTYPES or weight.group % GROUP:
+            return self.linear(weight.dequantize(dtype), bias)
+        return PackedLinear(self._library, self._pages, weight, bias, dtype)
 
     def decoder(self, parts: DecoderParts) -> Step | None:
         """The decoder as one call; None where a part has a form that the library does not have."""

@@ -33,15 +33,21 @@ class Scores(Structure):
     _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32))
 
 
+class Quantization(Structure):
+    """How a weight is quantised; all zero for one that is not."""
+
+    _fields_ = (("bits", c_int32), ("group", c_int32), ("digits", c_int32), ("minimums", c_int32))
+
+
 class LinearArguments(Structure):
     """A packed weight and its bias."""
 
     _fields_ = (
         ("packed", c_void_p),
         ("bias", c_void_p),
-        ("scales", c_void_p),
         ("outputs", c_int64),
         ("inputs", c_int64),
+        ("quantization", Quantization),
     )
 
 
@@ -135,8 +141,11 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "quire_silu_mul": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32]),
     "quire_linear_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "quire_linear_pack": (None, [c_int32, c_void_p, c_void_p, c_int64, c_int64]),
-    "quire_int8_bytes": (c_int64, [c_int64, c_int64]),
-    "quire_int8_pack": (None, [c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
+    "quire_quantized_bytes": (c_int64, [POINTER(Quantization), c_int64, c_int64]),
+    "quire_quantized_pack": (
+        None,
+        [POINTER(Quantization), c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64],
+    ),
     "quire_linear": (
         None,
         [c_int32, POINTER(LinearArguments), c_void_p, c_int64, c_void_p, c_int64, c_int64],

@@ -17,7 +17,11 @@ class WorkerConfig:
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     attention_backend: str = option("auto", "the kernels", choices=("auto", "reference", "cpu", "triton"))
-    quantization: str = option("none", "of weights, on CPUs: int8 is faster, less exact", choices=("none", "int8"))
+    quantization: str = option(
+        "none",
+        "of weights, on CPUs: int8 and int4 round them; gguf keeps a GGUF file's own blocks of 4, 5 or 8 bits",
+        choices=("none", "int8", "int4", "gguf"),
+    )
     block_size: int = options.block_size()
     max_model_len: int | None = options.max_model_len()
     max_num_seqs: int = option(256, "sequences that run at once", minimum=1, maximum=65536)

@@ -114,6 +114,9 @@ class Cuda:
         assert isinstance(mark, Event)
         torch.cuda.current_stream(self.where).wait_event(mark.event)
 
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.where)
+
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory that is pinned where it lies: torch's own comes in powers of two, up to twice as much."""
         memory = torch.empty(shape, dtype=dtype)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from kernels.cpu import pages
 from services.worker import machine
 from services.worker.config import WorkerConfig
 from shared.errors import ConfigError
@@ -60,6 +61,10 @@ class Device(Protocol):
 
     def follow(self, mark: Mark) -> None:
         """What is given from now on begins after ``mark``."""
+        ...
+
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory of the device, much of it. Raises OSError or RuntimeError when it has too little."""
         ...
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -118,6 +123,9 @@ class Cpu:
 
     def follow(self, mark: Mark) -> None:
         pass
+
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return pages.empty(shape, dtype)
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -44,21 +44,26 @@ class ModelExecutor:
         self._dtype = machine.pick_dtype(config.dtype, where)
         kernels = _kernels(where, config)
         self.device = _device(where, config, cgroup)
+        if config.quantization != "none" and where.type != "cpu":
+            raise ConfigError(f"--quantization {config.quantization} is for CPUs, not {where}")
         files = locate(config.model, download_dir=config.download_dir, progress=True)
+        if config.quantization == "gguf" and files.gguf is None:
+            raise ConfigError(f"--quantization gguf: {files.name} is no GGUF file; int8 and int4 round any model")
         model = ModelConfig.load(files.folder)
         generation = GenerationConfig.load(files.folder, config.generation_config, config.override_generation_config)
         max_model_len = model.max_model_len(config.max_model_len)
         _check_kv(kernels, config, model)
         log.info(
-            "%s: %s, %s on %s, %d threads, %s kernels",
+            "%s: %s, %s on %s, quantization %s, %d threads, %s kernels",
             files.name,
             model.architecture,
             _name(self._dtype),
             where,
+            config.quantization,
             threads,
             kernels.name,
         )
-        self._decoder = self._load(model, files, max_model_len, kernels)
+        self._decoder = self._load(model, files, max_model_len, kernels, config.quantization)
         limits = Limits(config.max_num_seqs, 0, config.block_size, max_model_len, model.vocab_size)
         allocate = partial(self._allocate, model, config.block_size)
         trial = Trial(self.device, kernels, self._decoder, limits, config.max_num_batched_tokens, allocate)
@@ -89,6 +94,7 @@ class ModelExecutor:
             model_name=files.name,
             dtype=_name(self._dtype),
             defaults=generation.defaults,
+            quantization=config.quantization,
         )
         log.info("sampling where a request leaves it open: %s", generation.defaults)
         log.info(
@@ -117,10 +123,12 @@ class ModelExecutor:
         step.wait()
         return step.output()
 
-    def _load(self, model: ModelConfig, files: ModelFiles, max_model_len: int, kernels: Kernels) -> Decoder:
+    def _load(
+        self, model: ModelConfig, files: ModelFiles, max_model_len: int, kernels: Kernels, quantization: str
+    ) -> Decoder:
         begin = time.perf_counter()
-        decoder = Decoder(model, max_model_len, self._dtype, self.device.where, kernels)
-        decoder.load(load_weights(files, self._dtype, progress=True))
+        decoder = Decoder(model, max_model_len, self._dtype, self.device.where, kernels, quantization)
+        decoder.load(load_weights(files, self._dtype, keep_blocks=quantization == "gguf", progress=True))
         log.info("weights loaded in %.1f s", time.perf_counter() - begin)
         return decoder
 
@@ -128,8 +136,8 @@ class ModelExecutor:
         """KV memory, one tensor a layer. Only block 0 is cleared: the rest is written before it is read."""
         shape = (num_blocks, 2, model.num_kv_heads, block_size, model.head_dim)
         try:
-            kv = [torch.empty(shape, dtype=self._dtype, device=self.device.where) for _ in range(model.num_layers)]
-        except RuntimeError as error:  # torch.OutOfMemoryError is one too
+            kv = [self.device.memory(shape, self._dtype) for _ in range(model.num_layers)]
+        except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(f"no memory for {num_blocks} KV blocks of {block_size} tokens") from error
         for layer in kv:
             layer[0].zero_()
@@ -157,11 +165,9 @@ def _late_compiles(registry: Registry) -> Callable[[], None]:
 
 def _kernels(device: torch.device, config: WorkerConfig) -> Kernels:
     try:
-        return select(device, config.attention_backend, config.quantization)
+        return select(device, config.attention_backend)
     except UnavailableError as error:
-        option = "attention-backend" if config.quantization == "none" else "quantization"
-        value = config.attention_backend if config.quantization == "none" else config.quantization
-        raise ConfigError(f"--{option} {value}: {error}") from error
+        raise ConfigError(f"--attention-backend {config.attention_backend}: {error}") from error
 
 
 def _check_kv(kernels: Kernels, config: WorkerConfig, model: ModelConfig) -> None:

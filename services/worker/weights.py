@@ -13,6 +13,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from gguf import quants
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from kernels.quantized import QuantizedWeight
+from services.worker import gguf_codes
 from shared.errors import ConfigError
 from shared.models import ModelFiles
 from shared.models.cache import locked, new_file
@@ -60,17 +63,21 @@ _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 
 
 def load_weights(
-    files: ModelFiles, dtype: torch.dtype, *, progress: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+    files: ModelFiles, dtype: torch.dtype, *, keep_blocks: bool = False, progress: bool = False
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
     """Yields every weight under its Hugging Face name, on the CPU, in ``dtype`` (float32, bfloat16 or float16).
 
-    Tensors may be views of a file mapped into memory: copy what is to be written to. progress: a bar on stderr even
-    where that is not a terminal. Raises ConfigError naming the file when it cannot be read or holds what is unknown.
+    Tensors may be views of a file mapped into memory: copy what is to be written to. keep_blocks: matrices of a GGUF
+    file whose blocks kernels can multiply come as they are in it. progress: a bar on stderr even where that is not a
+    terminal. Raises ConfigError naming the file when it cannot be read or holds what is unknown.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"weights cannot be loaded as {dtype}; float32, bfloat16 and float16 can")
     if files.gguf is None:
         return _safetensors(files.weights, dtype, progress)
+    if keep_blocks:
+        file = GGUFFile.read(files.gguf)
+        return _kept(file, _names(file), dtype, progress)
     return _gguf(files, files.gguf, dtype, progress)
 
 
@@ -90,7 +97,7 @@ def _gguf(files: ModelFiles, path: Path, dtype: torch.dtype, progress: bool) -> 
     converted = files.folder / f"dequantized-{_DTYPES[dtype].lower()}.safetensors"
     if not _is_current(converted, files.digest):
         file = GGUFFile.read(path)
-        names = {info.name: name for info in file.tensors.values() if (name := hf_name(file, info)) is not None}
+        names = _names(file)
         needed = sum(_count(file.tensors[name]) for name in names) * dtype.itemsize
         free = shutil.disk_usage(files.folder).free
         if needed > free:
@@ -133,6 +140,25 @@ def _write(
             out.flush()
     except OSError as error:
         raise ConfigError(f"cannot write converted weights to {target}: {error.strerror}") from error
+
+
+def _names(file: GGUFFile) -> dict[str, str]:
+    """GGUF name to Hugging Face name of all that are weights."""
+    return {info.name: name for info in file.tensors.values() if (name := hf_name(file, info)) is not None}
+
+
+def _kept(
+    file: GGUFFile, names: dict[str, str], dtype: torch.dtype, progress: bool
+) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    total = sum(file.tensors[name].nbytes for name in names)
+    with _bar("loading weights", total, "B", progress) as bar:
+        for gguf_name, name in names.items():
+            weight = gguf_codes.kept(file, gguf_name)
+            if weight is None:
+                yield name, dequantize(file, gguf_name, dtype)
+            else:
+                yield name, weight.reordered(partial(_hf_rows, file, gguf_name))
+            bar.update(file.tensors[gguf_name].nbytes)
 
 
 def _dequantized(
@@ -180,11 +206,15 @@ def dequantize(file: GGUFFile, name: str, dtype: torch.dtype) -> torch.Tensor:
     for start in range(0, len(rows), step):
         values = quants.dequantize(rows[start : start + step], info.kind).astype(np.float32)
         made[start : start + step] = torch.from_numpy(values)
-    made = made.reshape(info.shape)
+    return _hf_rows(file, name, made.reshape(info.shape))
+
+
+def _hf_rows(file: GGUFFile, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of the tensor ``name`` in Hugging Face's order."""
     part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)", name)
     if part is not None and file.architecture() == "llama":
-        return _half_split(made, _heads(file, part[1]))
-    return made
+        return _half_split(rows, _heads(file, part[1]))
+    return rows
 
 
 def _half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:

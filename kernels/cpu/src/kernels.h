@@ -67,18 +67,25 @@ QUIRE_API void quire_silu_mul(int32_t dtype, const void* gate_up, int64_t stride
 QUIRE_API int64_t quire_linear_bytes(int32_t dtype, int64_t outputs, int64_t inputs);
 QUIRE_API void quire_linear_pack(int32_t dtype, const void* weight, void* packed, int64_t outputs, int64_t inputs);
 
-/// Bytes of `weight` [outputs, inputs] when packed as int8, with a scale for each output; 0 where this library cannot
-/// multiply those, or inputs is no multiple of 64.
-QUIRE_API int64_t quire_int8_bytes(int64_t outputs, int64_t inputs);
-QUIRE_API void quire_int8_pack(int32_t dtype, const void* weight, void* packed, float* scales, int64_t outputs,
-                     int64_t inputs);
+/// How a weight is quantised: codes of `bits` 4 or 8 stand for scale * (code - 128), or with minimums for scale * code +
+/// minimum, with a scale (and a minimum) for each `group` of inputs of an output. 4 bits have minimums. Inputs, which are
+/// a multiple of the group, and the group, of 32, are rounded to integers of `digits` 1 or 2 bytes with a scale for each
+/// group of a row. bits is 0 for a weight that is not quantised.
+struct QuireQuantization {
+  int32_t bits, group, digits, minimums;
+};
 
-/// A packed weight [outputs, inputs] and its bias (which may be null). inputs is even. scales: [outputs rounded up to
-/// 64] of an int8 weight, else null.
+/// Bytes of a quantised weight [outputs, inputs] when packed; and packs it. codes [outputs, inputs]; scales and minimums
+/// [outputs, inputs / group] as fp16, minimums null where there are none.
+QUIRE_API int64_t quire_quantized_bytes(const QuireQuantization* how, int64_t outputs, int64_t inputs);
+QUIRE_API void quire_quantized_pack(const QuireQuantization* how, const uint8_t* codes, const void* scales,
+                          const void* minimums, void* packed, int64_t outputs, int64_t inputs);
+
+/// A packed weight [outputs, inputs] and its bias (which may be null). inputs is even.
 struct QuireLinear {
   const void *packed, *bias;
-  const float* scales;
   int64_t outputs, inputs;
+  QuireQuantization quantization;
 };
 
 /// out [rows, outputs] = x [rows, inputs] weight^T + bias.

@@ -23,25 +23,6 @@ void pack(const T* weight, T* packed, int64_t outputs, int64_t inputs) {
   }
 }
 
-/// packed: panels of [inputs / 4][columns][4], each w + 128.
-template <class T>
-void pack_int8(const T* weight, uint8_t* packed, float* scales, int64_t outputs, int64_t inputs) {
-  constexpr int kPanel = kTileVectors * W;
-  const int64_t columns = (outputs + kPanel - 1) / kPanel * kPanel;
-#pragma omp parallel for
-  for (int64_t n = 0; n < columns; ++n) {
-    float highest = 0;
-    for (int64_t k = 0; n < outputs && k < inputs; ++k)
-      highest = std::max(highest, std::fabs(to_float(weight[n * inputs + k])));
-    scales[n] = highest / 127;
-    const float inverse = highest > 0 ? 127 / highest : 0;
-    for (int64_t k = 0; k < inputs; ++k) {
-      const float value = n < outputs ? std::nearbyint(to_float(weight[n * inputs + k]) * inverse) : 0;
-      packed[n / kPanel * kPanel * inputs + k / 4 * kPanel * 4 + n % kPanel * 4 + k % 4] = uint8_t(int(value) + 128);
-    }
-  }
-}
-
 /// Cuts columns, counted in half panels, into whole panels, the last ones into halves so that threads end together.
 struct Columns {
   int wholes, items;
@@ -100,7 +81,7 @@ void Linear<T>::run_gated(Team& team, const T* x, int64_t x_stride, int rows, T*
 
 template <class T>
 typename Linear<T>::Input Linear<T>::prepare(Team& team, const T* x, int64_t x_stride, int rows, float* wide) const {
-  if (scales_) return quantize(team, x, x_stride, rows, wide);
+  if (is_quantized_) return {nullptr, 0, quantized_.round(team, x, x_stride, rows, wide)};
   if constexpr (kWidens) {
     team.for_ranges(rows, [&](int64_t row, int64_t end) {
       for (; row < end; ++row) {
@@ -120,8 +101,11 @@ typename Linear<T>::Input Linear<T>::prepare(Team& team, const T* x, int64_t x_s
 /// `halves` half panels, the first of them numbered `half`; out points at their first column.
 template <class T>
 void Linear<T>::columns(Input input, int half, int halves, int rows, T* out, int64_t out_stride) const {
-  const bool narrow = scales_ && rows > 2;  // int8 sums and their totals both stay in registers
-  if (halves == 2 && half % 2 == 0 && !narrow) return tile<kTileVectors>(input, half, rows, out, out_stride);
+  if (is_quantized_) {
+    for (int i = 0; i < halves; ++i) quantized_tile(input, half + i, rows, out + i * kHalf, out_stride);
+    return;
+  }
+  if (halves == 2 && half % 2 == 0) return tile<kTileVectors>(input, half, rows, out, out_stride);
   for (int i = 0; i < halves; ++i) tile<kTileVectors / 2>(input, half + i, rows, out + i * kHalf, out_stride);
 }
 
@@ -134,10 +118,7 @@ void Linear<T>::tile(Input input, int half, int rows, T* out, int64_t out_stride
       V c[ROWS][VECTORS];
       for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < VECTORS; ++j) c[i][j] = zero();
-      if (scales_)
-        multiply_int8(c, from(input, first), half);
-      else
-        multiply<kTileVectors>(c, input.rows + first * input.stride, input.stride, right, panel_, steps_);
+      multiply<kTileVectors>(c, input.rows + first * input.stride, input.stride, right, panel_, steps_);
       for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < VECTORS; ++j)
           put(c[i][j], int64_t(half) * kHalf + j * W, out + (first + i) * out_stride + j * W);
@@ -146,71 +127,17 @@ void Linear<T>::tile(Input input, int half, int rows, T* out, int64_t out_stride
 }
 
 template <class T>
-typename Linear<T>::Input Linear<T>::quantize(Team& team, const T* x, int64_t x_stride, int rows, float* wide) const {
-#ifdef __AVX512VNNI__
-  const int64_t groups = inputs_ / kGroup;
-  int8_t* const quantized = reinterpret_cast<int8_t*>(wide);
-  float* const scales = wide + rows * inputs_ / 4;
-  int32_t* const sums = reinterpret_cast<int32_t*>(scales + rows * groups);
-  team.for_ranges(rows * groups, [&](int64_t i, int64_t end) {
-    for (; i < end; ++i) {
-      const T* from = x + i / groups * x_stride + i % groups * kGroup;
-      V extremes = zero();
-      for (int k = 0; k < kGroup; k += W) {
-        const V v = load(from + k);
-        extremes = max(extremes, max(v, sub(zero(), v)));
-      }
-      const float highest = hmax(extremes);
-      const V inverse = set1(highest > 0 ? 127 / highest : 0);
-      __m512i sum = _mm512_setzero_si512();
-      for (int k = 0; k < kGroup; k += W) {
-        const __m512i nearest = _mm512_cvtps_epi32(mul(load(from + k), inverse));
-        sum = _mm512_add_epi32(sum, nearest);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(quantized + i * kGroup + k), _mm512_cvtsepi32_epi8(nearest));
-      }
-      scales[i] = highest / 127;
-      sums[i] = -128 * _mm512_reduce_add_epi32(sum);
-    }
-  });
-  return {nullptr, 0, quantized, scales, sums};
-#else
-  (void)team, (void)x, (void)x_stride, (void)rows, (void)wide;
-  __builtin_unreachable();  // quire_int8_bytes has said that there is no such weight
-#endif
-}
-
-template <class T>
-template <int ROWS, int VECTORS>
-void Linear<T>::multiply_int8(V (&c)[ROWS][VECTORS], Input input, int half) const {
-#ifdef __AVX512VNNI__
-  constexpr int kSteps = kGroup / 4;
-  const int64_t groups = inputs_ / kGroup;
-  const int8_t* right = reinterpret_cast<const int8_t*>(packed_) + half / 2 * inputs_ * kPanel + half % 2 * kHalf * 4;
-  for (int64_t group = 0; group < groups; ++group) {
-    __m512i sums[ROWS][VECTORS];
-    for (int i = 0; i < ROWS; ++i)
-      for (int j = 0; j < VECTORS; ++j) sums[i][j] = _mm512_set1_epi32(input.sums[i * groups + group]);
-    for (int k = 0; k < kSteps; ++k, right += kPanel * 4) {
-      __m512i columns[VECTORS];
-      for (int j = 0; j < VECTORS; ++j) columns[j] = _mm512_loadu_si512(right + j * W * 4);
-      for (int i = 0; i < ROWS; ++i) {
-        int32_t four;
-        std::memcpy(&four, input.quantized + i * inputs_ + group * kGroup + k * 4, 4);
-        const __m512i row = _mm512_set1_epi32(four);
-        for (int j = 0; j < VECTORS; ++j) sums[i][j] = _mm512_dpbusd_epi32(sums[i][j], columns[j], row);
-      }
-    }
-    for (int i = 0; i < ROWS; ++i) {
-      const V scale = set1(input.scales[i * groups + group]);
-      for (int j = 0; j < VECTORS; ++j) c[i][j] = fma(_mm512_cvtepi32_ps(sums[i][j]), scale, c[i][j]);
-    }
-  }
-  for (int i = 0; i < ROWS; ++i)
-    for (int j = 0; j < VECTORS; ++j) c[i][j] = mul(c[i][j], load(scales_ + int64_t(half) * kHalf + j * W));
-#else
-  (void)c, (void)input, (void)half;
-  __builtin_unreachable();  // quire_int8_bytes has said that there is no such weight
-#endif
+void Linear<T>::quantized_tile(Input input, int half, int rows, T* out, int64_t out_stride) const {
+  in_tiles(
+      rows,
+      [&](int first, int size) {
+        alignas(64) float sums[QuantizedWeight::kRows * kHalf];
+        quantized_.multiply(quantized_.from(input.rounded, first), size, half, sums);
+        for (int i = 0; i < size; ++i)
+          for (int j = 0; j < kHalf; j += W)
+            put(load(sums + i * kHalf + j), int64_t(half) * kHalf + j, out + (first + i) * out_stride + j);
+      },
+      QuantizedWeight::kRows);
 }
 
 template <class T>
@@ -242,23 +169,6 @@ void quire_linear_pack(int32_t dtype, const void* weight, void* packed, int64_t 
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     pack(static_cast<const T*>(weight), static_cast<T*>(packed), outputs, inputs);
-  });
-}
-
-int64_t quire_int8_bytes(int64_t outputs, int64_t inputs) {
-#ifdef __AVX512VNNI__
-  constexpr int64_t kPanel = kTileVectors * W;
-  return inputs % kGroup ? 0 : (outputs + kPanel - 1) / kPanel * kPanel * inputs;
-#else
-  (void)outputs, (void)inputs;
-  return 0;
-#endif
-}
-
-void quire_int8_pack(int32_t dtype, const void* weight, void* packed, float* scales, int64_t outputs, int64_t inputs) {
-  by_dtype(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    pack_int8(static_cast<const T*>(weight), static_cast<uint8_t*>(packed), scales, outputs, inputs);
   });
 }
 

@@ -4,12 +4,11 @@
 // weights meet bf16 inputs as pairs where the processor multiplies those; elsewhere they are widened as they are read
 // (half the bytes of float weights, which is what bounds small batches), and so is fp16.
 //
-// int8 weights have one scale for each output. Inputs are then rounded to int8 too, with a scale for each group of
-// kGroup along a row, so that an outlier costs precision in its group alone; products of a group are exact. Weights
-// are kept as w + 128, since the instruction multiplies unsigned by signed, and sums begin at what that adds.
+// Quantised weights are multiplied by quantized.h.
 #pragma once
 #include "kernels.h"
 #include "product.h"
+#include "quantized.h"
 #include "team.h"
 
 namespace quire {
@@ -27,8 +26,6 @@ struct Packed<bf16> {
 };
 #endif
 
-constexpr int kGroup = 64;
-
 /// One layer. Work is cut by panels of columns and blocks of rows; no cut changes an output's bits.
 template <class T>
 class Linear {
@@ -39,7 +36,8 @@ class Linear {
   explicit Linear(const QuireLinear& layer)
       : packed_(static_cast<const R*>(layer.packed)),
         bias_(static_cast<const T*>(layer.bias)),
-        scales_(layer.scales),
+        quantized_(layer),
+        is_quantized_(layer.quantization.bits > 0),
         outputs_(layer.outputs),
         inputs_(layer.inputs),
         steps_(int(layer.inputs / Packed<T>::kElements)),
@@ -47,7 +45,7 @@ class Linear {
 
   /// Floats of memory that `run` needs for its copy of x (often none).
   int64_t wide(int64_t rows) const {
-    if (scales_) return rows * (inputs_ / 4 + 2 * inputs_ / kGroup);
+    if (is_quantized_) return quantized_.memory(rows);
     return kWidens ? rows * inputs_ : 0;
   }
 
@@ -63,33 +61,30 @@ class Linear {
   static constexpr int kHalf = kPanel / 2;
   static constexpr bool kWidens = sizeof(L) != sizeof(T) && Packed<T>::kElements == 1;
 
+  static_assert(QuantizedWeight::kColumns == kHalf);
+
   struct Input {
     const L* rows;
     int64_t stride;
-    const int8_t* quantized = nullptr;  // [rows, inputs]
-    const float* scales = nullptr;      // [rows, inputs / kGroup]
-    const int32_t* sums = nullptr;      // -128 times the sum of each group
+    RoundedRows rounded = {};  // instead, of a quantised weight
   };
 
   Input from(Input input, int row) const {
-    const int64_t groups = inputs_ / kGroup;
-    if (scales_)
-      return {nullptr, 0, input.quantized + row * inputs_, input.scales + row * groups, input.sums + row * groups};
+    if (is_quantized_) return {nullptr, 0, quantized_.from(input.rounded, row)};
     return {input.rows + row * input.stride, input.stride};
   }
 
-  Input quantize(Team& team, const T* x, int64_t x_stride, int rows, float* wide) const;
-  template <int ROWS, int VECTORS>
-  void multiply_int8(V (&c)[ROWS][VECTORS], Input input, int half) const;
   Input prepare(Team& team, const T* x, int64_t x_stride, int rows, float* wide) const;
   void columns(Input input, int half, int halves, int rows, T* out, int64_t out_stride) const;
   template <int VECTORS>
   void tile(Input input, int half, int rows, T* out, int64_t out_stride) const;
+  void quantized_tile(Input input, int half, int rows, T* out, int64_t out_stride) const;
   void put(V sum, int64_t column, T* to) const;
 
   const R* packed_;
   const T* bias_;
-  const float* scales_;
+  const QuantizedWeight quantized_;
+  const bool is_quantized_;
   const int64_t outputs_, inputs_;
   const int steps_;
   const int64_t panel_;

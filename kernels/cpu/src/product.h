@@ -80,10 +80,10 @@ inline void by_rows(int rows, F f) {
   }
 }
 
-/// Cuts `rows` into tiles of at most kTileRows and nearly equal size: calls f(first row, rows) for each.
+/// Cuts `rows` into tiles of at most `most` rows and nearly equal size: calls f(first row, rows) for each.
 template <class F>
-inline void in_tiles(int rows, F f) {
-  const int tiles = (rows + kTileRows - 1) / kTileRows;
+inline void in_tiles(int rows, F f, int most = kTileRows) {
+  const int tiles = (rows + most - 1) / most;
   for (int tile = 0, row = 0; tile < tiles; ++tile) {
     const int size = rows / tiles + (tile < rows % tiles);
     f(row, size);

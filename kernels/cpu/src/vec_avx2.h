@@ -109,6 +109,32 @@ inline V exp2(V x) {
   return select_less(x, set1(-126.f), zero(), mul(p, power));
 }
 
+/// W numbers of 32 bits, and what products of small integers need of them.
+using I = __m256i;
+
+inline I set1_int(int32_t x) { return _mm256_set1_epi32(x); }
+inline I load_ints(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline I add(I a, I b) { return _mm256_add_epi32(a, b); }
+inline I times_256(I x) { return _mm256_slli_epi32(x, 8); }
+inline int32_t hsum(I x) {
+  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  half = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+  return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 1)));
+}
+inline I nearest(V x) { return _mm256_cvtps_epi32(x); }
+inline V to_floats(I x) { return _mm256_cvtepi32_ps(x); }
+/// The lower or upper four bits of every byte.
+inline I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+/// The first and third byte of every lane, or the second and fourth, as numbers of 16 bits.
+inline I even_bytes(I x) { return _mm256_and_si256(x, _mm256_set1_epi32(0x00ff00ff)); }
+inline I odd_bytes(I x) { return _mm256_srli_epi16(x, 8); }
+/// acc[i] + the sum over the lane's two numbers of 16 bits of a * b.
+inline I dot_shorts(I acc, I a, I b) { return add(acc, _mm256_madd_epi16(a, b)); }
+inline void store_shorts(int16_t* p, I x) {
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+}
+
 /// Transposes a W x W matrix of 32-bit elements.
 inline void transpose(V (&x)[W]) {
   V t[W];

@@ -108,6 +108,33 @@ inline V exp2(V x) {
   return _mm512_scalef_ps(p, n);
 }
 
+/// W numbers of 32 bits, and what products of small integers need of them.
+using I = __m512i;
+
+inline I set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+inline I load_ints(const void* p) { return _mm512_loadu_si512(p); }
+inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I times_256(I x) { return _mm512_slli_epi32(x, 8); }
+inline int32_t hsum(I x) { return _mm512_reduce_add_epi32(x); }
+inline I nearest(V x) { return _mm512_cvtps_epi32(x); }
+inline V to_floats(I x) { return _mm512_cvtepi32_ps(x); }
+/// The lower or upper four bits of every byte.
+inline I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+#ifdef __AVX512VNNI__
+/// acc[i] + the sum over the lane's four bytes of codes (unsigned) * x (signed).
+inline I dot_bytes(I acc, I codes, I x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+inline I over_256(I x) { return _mm512_srai_epi32(x, 8); }
+inline void store_low_bytes(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+#else
+/// The first and third byte of every lane, or the second and fourth, as numbers of 16 bits.
+inline I even_bytes(I x) { return _mm512_and_si512(x, _mm512_set1_epi32(0x00ff00ff)); }
+inline I odd_bytes(I x) { return _mm512_srli_epi16(x, 8); }
+/// acc[i] + the sum over the lane's two numbers of 16 bits of a * b.
+inline I dot_shorts(I acc, I a, I b) { return add(acc, _mm512_madd_epi16(a, b)); }
+inline void store_shorts(int16_t* p, I x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(x)); }
+#endif
+
 /// Transposes a W x W matrix of 32-bit elements.
 inline void transpose(V (&x)[W]) {
   V t[W];

@@ -7,12 +7,15 @@ keys and values in one product, gate and up in one).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from kernels.decoder import Batch, DecoderParts, FusedDecoder, LayerParts
 from kernels.ops import Kernels
+from kernels.quantized import QuantizedWeight
 from services.worker.models.config import ModelConfig
+from services.worker.quantization import quantize
 from shared.errors import ConfigError
 
 
@@ -22,14 +25,50 @@ class Linear:
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
         self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
+        self.blocks: dict[int, QuantizedWeight] = {}
+        """By their first row: rows that were loaded quantised, and are not in ``weight``."""
 
-    def pack(self, kernels: Kernels) -> None:
+    def pack(self, kernels: Kernels, quantization: str, *, head: bool = False) -> None:
         """Hands the loaded weight to the kernels, which may keep a copy in another order: ours is let go."""
-        self.product = kernels.linear(self.weight, self.bias)
-        del self.weight
+        dtype = self.weight.dtype
+        weight = self._joined() or quantize(self.weight, quantization, head=head)
+        if isinstance(weight, QuantizedWeight):
+            self.product = kernels.quantized_linear(weight, self.bias, dtype)
+        else:
+            self.product = kernels.linear(weight, self.bias)
+        del self.weight, self.blocks
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x)
+
+    def _joined(self) -> QuantizedWeight | None:
+        """The whole weight, if all its rows were loaded quantised; else those that were are dequantised into it."""
+        parts = [self.blocks[first] for first in sorted(self.blocks)]
+        if parts and sum(len(part.codes) for part in parts) == len(self.weight):
+            return QuantizedWeight.stacked(parts)
+        for first, part in self.blocks.items():
+            self.weight[first : first + len(part.codes)] = part.dequantize(self.weight.dtype)
+        return None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight is loaded to: a tensor; and what comes quantised stays so in rows ``first``, ... of ``linear``."""
+
+    tensor: torch.Tensor
+    linear: Linear | None = None
+    first: int = 0
+    looked_up: bool = False
+    """The tensor is needed beside the linear layer."""
+
+    def load(self, weight: torch.Tensor | QuantizedWeight) -> None:
+        if not isinstance(weight, QuantizedWeight):
+            self.tensor.copy_(weight)
+            return
+        if self.linear is not None:
+            self.linear.blocks[self.first] = weight
+        if self.linear is None or self.looked_up:
+            self.tensor.copy_(weight.dequantize(self.tensor.dtype))
 
 
 class Layer:
@@ -50,11 +89,12 @@ class Layer:
         self.q_norm = torch.empty(head_dim, dtype=dtype, device=device) if config.qk_norm else None
         self.k_norm = torch.empty(head_dim, dtype=dtype, device=device) if config.qk_norm else None
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Hugging Face name (after ``model.layers.N.``) to the tensor, or part of one, that it is loaded into."""
-        found = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
+    def parameters(self) -> dict[str, Place]:
+        """Hugging Face name (after ``model.layers.N.``) to where it is loaded."""
+        norms = {"input_layernorm": self.input_norm, "post_attention_layernorm": self.post_norm}
         if self.q_norm is not None and self.k_norm is not None:
-            found |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
+            norms |= {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
+        found = {f"{name}.weight": Place(tensor) for name, tensor in norms.items()}
         kv_size, inner = self.kv_size, self.config.intermediate_size
         fused: list[tuple[Linear, dict[str, int]]] = [
             (self.qkv, {"self_attn.q_proj": self.q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}),
@@ -63,16 +103,17 @@ class Layer:
             (self.down, {"mlp.down_proj": len(self.down.weight)}),
         ]
         for linear, parts in fused:
-            for name, part in zip(parts, torch.split(linear.weight, list(parts.values())), strict=True):
-                found[f"{name}.weight"] = part
-            if linear.bias is not None:
-                for name, part in zip(parts, torch.split(linear.bias, list(parts.values())), strict=True):
-                    found[f"{name}.bias"] = part
+            first = 0
+            for name, rows in parts.items():
+                found[f"{name}.weight"] = Place(linear.weight[first : first + rows], linear, first)
+                if linear.bias is not None:
+                    found[f"{name}.bias"] = Place(linear.bias[first : first + rows])
+                first += rows
         return found
 
-    def pack(self) -> None:
+    def pack(self, quantization: str) -> None:
         for linear in (self.qkv, self.out, self.gate_up, self.down):
-            linear.pack(self.kernels)
+            linear.pack(self.kernels, quantization)
 
     def parts(self) -> LayerParts:
         return LayerParts(
@@ -128,10 +169,18 @@ class Decoder:
     """Weights of one model and its forward pass over paged KV."""
 
     def __init__(
-        self, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device, kernels: Kernels
+        self,
+        config: ModelConfig,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        quantization: str = "none",
     ) -> None:
+        """quantization: of weights that are not quantised when they are loaded, as ``quantize`` has it."""
         self.config = config
         self.kernels = kernels
+        self.quantization = quantization
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [Layer(config, index, dtype, device, kernels) for index in range(config.num_layers)]
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
@@ -141,27 +190,28 @@ class Decoder:
         self.cos_sin = config.rope.table(max_model_len).to(device)
         self.fused: FusedDecoder | None = None
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies every weight into its place. Raises ConfigError naming one that is missing, unknown or misshapen."""
+    def load(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> None:
+        """Takes every weight to its place. Raises ConfigError naming one that is missing, unknown or misshapen."""
         places = self._parameters()
         missing = set(places)
-        for name, tensor in weights:
+        for name, weight in weights:
             if name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight"):
                 continue  # derived from config.json; a second copy of the embedding
             place = places.get(name)
             if place is None:
                 raise ConfigError(f"the weights hold {name}, which a {self.config.architecture} does not have")
-            if tensor.shape != place.shape:
-                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; config.json makes it {tuple(place.shape)}")
-            place.copy_(tensor)
+            shape = place.tensor.shape
+            if weight.shape != shape:
+                raise ConfigError(f"{name} has shape {tuple(weight.shape)}; config.json makes it {tuple(shape)}")
+            place.load(weight)
             missing.discard(name)
         if missing:
             first = min(missing)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(f"the weights lack {first}{more}")
         for layer in self.layers:
-            layer.pack()
-        self.head.pack(self.kernels)
+            layer.pack(self.quantization)
+        self.head.pack(self.kernels, self.quantization, head=True)
         self.fused = self.kernels.decoder(self._parts())
 
     def step(
@@ -207,10 +257,14 @@ class Decoder:
             scale=config.head_dim**-0.5,
         )
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+    def _parameters(self) -> dict[str, Place]:
+        tied = self.head if self.config.tied else None
+        found = {
+            "model.embed_tokens.weight": Place(self.embedding, tied, looked_up=True),
+            "model.norm.weight": Place(self.norm),
+        }
         if not self.config.tied:
-            found["lm_head.weight"] = self.head.weight
+            found["lm_head.weight"] = Place(self.head.weight, self.head)
         for index, layer in enumerate(self.layers):
-            found |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.parameters().items()}
+            found |= {f"model.layers.{index}.{name}": place for name, place in layer.parameters().items()}
         return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.cpu.kernels import CpuKernels
-from kernels.cpu.linear import PackedLinear
+from kernels.quantized import QuantizedWeight, to_int4, to_int8
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -192,32 +194,59 @@ def test_argmax_takes_the_first_of_equals(kernels: CpuKernels, dtype: torch.dtyp
     assert kernels.argmax(logits).tolist() == expected
 
 
-def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x in float64 after rounding to int8 with a scale for each group along its rows."""
-    parts = x.double().unflatten(-1, (-1, group))
-    scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+QUANTIZED = {
+    "int8": to_int8,
+    "int8 by 32, two digits": lambda weight: replace(to_int8(weight, 32), digits=2),
+    "int4": to_int4,
+    "int4, two digits": lambda weight: replace(to_int4(weight), digits=2),
+    "8 bits with minimums": lambda weight: QuantizedWeight.stacked([to_int8(weight[:1], 32), to_int4(weight[1:])]),
+}
+
+
+def rounded(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """x in float64 after rounding to integers of the weight's digits, with a scale for each group along its rows."""
+    parts = x.double().unflatten(-1, (-1, weight.group))
+    limit = 127 if weight.digits == 1 else 127 * 256 + 127
+    scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-30) / limit
     return ((parts / scale).round() * scale).flatten(-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("rows", [1, 5, 13, 130])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (100, 128), (960, 576)])
-def test_int8_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
-    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+@pytest.mark.parametrize(("outputs", "inputs"), [(2, 64), (100, 128), (960, 576)])
+def test_quantized_linear(
+    kernels: CpuKernels, dtype: torch.dtype, kind: str, rows: int, outputs: int, inputs: int
+) -> None:
+    x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=2)
     x[0] = 0
-    bias = random(outputs, dtype=dtype, seed=2)
-    layer = kernels.int8_linear(weight, bias)
-    if not isinstance(layer, PackedLinear) or layer.arguments.scales is None:
-        pytest.skip("no products of int8")
+    weight = QUANTIZED[kind](random(outputs, inputs, dtype=dtype, seed=1))
+    layer = kernels.quantized_linear(weight, bias, dtype)
     out = layer(x)
-    size = inputs**0.5
-    absolute = {torch.float32: 0.01, torch.bfloat16: 0.02, torch.float16: 0.01}[dtype] * size  # ties may round apart
-    expected = rounded(x, 64) @ rounded(weight, inputs).T + bias.double()
+    values = weight.dequantize(torch.float64)
+    minimums = torch.zeros_like(values)
+    if weight.minimums is not None:  # these meet the inputs as they are
+        minimums = weight.minimums.double().repeat_interleave(weight.group, 1)
+    expected = rounded(x, weight) @ (values - minimums).T + x.double() @ minimums.T + bias.double()
+    # A tie may be rounded the other way: by one step of an input.
+    absolute = (0.01 if weight.digits == 1 else 1e-4) * inputs**0.5
     torch.testing.assert_close(out.double(), expected, atol=absolute, rtol=RELATIVE[dtype])
-    assert (out.double() - expected).abs().mean() < absolute / 4
     assert all(torch.equal(layer(x[begin : begin + 3]), out[begin : begin + 3]) for begin in range(0, rows, 11))
 
 
-def test_int8_keeps_weights_whose_inputs_are_no_multiple_of_64(kernels: CpuKernels) -> None:
-    x, weight = random(3, 96, dtype=torch.bfloat16), random(40, 96, dtype=torch.bfloat16, seed=1)
-    assert torch.equal(kernels.int8_linear(weight)(x), kernels.linear(weight)(x))
+def test_two_digits_of_inputs_are_finer_than_bfloat16(kernels: CpuKernels) -> None:
+    x = random(7, 576, dtype=torch.float32)
+    weight = replace(to_int4(random(100, 576, dtype=torch.float32, seed=1)), digits=2)
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    errors = [
+        (kernels.quantized_linear(how, None, torch.float32)(x) - exact).square().mean()
+        for how in (weight, replace(weight, digits=1))
+    ]
+    bfloat16 = (x.bfloat16().double() @ weight.dequantize(torch.float64).T - exact).square().mean()
+    assert errors[0] < bfloat16 / 1000 < errors[1]
+
+
+def test_groups_that_are_no_multiple_of_32_are_dequantised(kernels: CpuKernels) -> None:
+    x, weight = random(3, 96, dtype=torch.bfloat16), to_int8(random(40, 96, dtype=torch.bfloat16, seed=1), 16)
+    expected = kernels.linear(weight.dequantize(torch.bfloat16))(x)
+    assert torch.equal(kernels.quantized_linear(weight, None, torch.bfloat16)(x), expected)

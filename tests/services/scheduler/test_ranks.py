@@ -41,11 +41,12 @@ def test_the_smallest_offer_counts() -> None:
     assert (ranks.memory().num_blocks, ranks.memory().max_model_len) == (90, 2048)
 
 
-def test_ranks_of_different_models_cannot_work_together() -> None:
+@pytest.mark.parametrize("field", ["model_digest", "dtype", "quantization"])
+def test_ranks_of_different_models_cannot_work_together(field: str) -> None:
     ranks = Ranks(2)
     ranks.join(rank(0))
-    ranks.join(rank(1, memory=replace(MEMORY, model_digest="other")))
-    with pytest.raises(ConfigError, match="worker rank 1 has model_digest other, rank 0 digest"):
+    ranks.join(rank(1, memory=replace(MEMORY, **{field: "other"})))
+    with pytest.raises(ConfigError, match=f"worker rank 1 has {field} other, rank 0 {getattr(MEMORY, field)}"):
         ranks.memory()
 
 

@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
     "odd columns": ("llama", {"hidden_size": 90, "head_dim": 16, "intermediate_size": 108, "vocab_size": 333}),
-    "int8": ("llama", {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64, "intermediate_size": 192}),
+    "quantized": ("llama", {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64, "intermediate_size": 192}),
     "long": ("llama", {"max_position_embeddings": 2048}),
 }
 
@@ -40,13 +40,15 @@ def kernels() -> Kernels:
         pytest.skip(str(error))
 
 
-def load(folder: Path, kernels: Kernels, kind: str, dtype: torch.dtype) -> Decoder:
+def load(
+    folder: Path, kernels: Kernels, kind: str, dtype: torch.dtype, quantization: str = "none", *, fused: bool = True
+) -> Decoder:
     name, changes = KINDS[kind]
     model = random_models.save(folder, name, **changes)
     config = ModelConfig.load(folder)
-    decoder = Decoder(config, config.rope.limit, dtype, CPU, kernels)
+    decoder = Decoder(config, config.rope.limit, dtype, CPU, kernels, quantization)
     decoder.load((key, tensor.to(dtype)) for key, tensor in model.state_dict().items())
-    assert decoder.fused is not None
+    assert (decoder.fused is not None) == fused
     return decoder
 
 
@@ -101,20 +103,20 @@ def test_a_mixed_batch_gives_the_rows_that_sample(kernels: Kernels, samples: lis
         assert times.keys() == {"linear", "attention", "other", "head"}
 
 
-def test_int8_weights(tmp_path: Path) -> None:
-    """The bits of the operations one by one again, and logits near those of the weights as they are."""
-    try:
-        quantized = select(CPU, "cpu", "int8")
-    except UnavailableError as error:
-        pytest.skip(str(error))
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights(kernels: Kernels, quantization: str, tmp_path: Path) -> None:
+    """The bits of the operations one by one again, and logits near those of what the rounded weights stand for."""
     ids = random_models.prompts(60)[0]
-    exact = forward.logits(load(tmp_path, select(CPU, "cpu"), "int8", torch.bfloat16), ids, [1, 30])
-    decoder = load(tmp_path, quantized, "int8", torch.bfloat16)
+    decoder = load(tmp_path, kernels, "quantized", torch.bfloat16, quantization)
     fused = forward.logits(decoder, ids, [1, 30])
     decoder.fused = None
     assert torch.equal(fused, forward.logits(decoder, ids, [1, 30]))
-    assert torch.cosine_similarity(fused, exact, dim=-1).min() > 0.99
-    assert not torch.equal(fused, exact)
+
+    oracle = load(tmp_path, select(CPU, "reference"), "quantized", torch.bfloat16, quantization, fused=False)
+    expected = forward.logits(oracle, ids, [1, 30])
+    exact = forward.logits(load(tmp_path, kernels, "quantized", torch.bfloat16), ids, [1, 30])
+    likeness = torch.cosine_similarity(fused, expected, dim=-1)
+    assert likeness.min() > 0.97 and not torch.equal(expected, exact)
 
 
 def test_a_block_size_that_is_no_power_of_two(kernels: Kernels, tmp_path: Path) -> None:

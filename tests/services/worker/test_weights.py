@@ -17,10 +17,15 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from kernels.ops import select
+from kernels.quantized import QuantizedWeight
 from services.worker import weights
+from services.worker.models.config import ModelConfig
+from services.worker.models.decoder import Decoder
 from services.worker.weights import load_weights
 from shared.errors import ConfigError
 from shared.models import ModelFiles, locate
+from tests.services.worker import forward
 from tests.shared.models.build import Writer, tiny
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 64, 4, 2, 96, 2
@@ -280,6 +285,50 @@ def test_blocks_of_every_format_mean_what_its_layout_says(tmp_path: Path, kind: 
         assert torch.equal(
             loaded, dict(load_weights(files, torch.float32))["model.layers.0.mlp.up_proj.weight"].to(dtype)
         )
+
+
+# --- blocks kept as they are ------------------------------------------------------------------------------------------
+
+KEPT = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K)
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+def test_kept_blocks_stand_for_what_their_layout_says(tmp_path: Path, kind: Kind) -> None:
+    blocks = random_blocks(kind, rows=6, columns=512)
+    made = Writer(tmp_path / "m.gguf")
+    made.byte_bpe_default()
+    made.tensor("token_embd.weight", np.zeros((4, 64), np.float32))
+    made.tensor("blk.0.ffn_up.weight", blocks, kind)
+    kept = dict(load_weights(locate(str(made.close())), torch.float32, keep_blocks=True))
+    weight = kept["model.layers.0.mlp.up_proj.weight"]
+    assert isinstance(weight, QuantizedWeight) == (kind in KEPT)
+    if not isinstance(weight, QuantizedWeight):
+        return
+    read, (_, width) = FORMATS[kind][0], gguf.GGML_QUANT_SIZES[kind]
+    data = blocks.tobytes()
+    expected = np.concatenate([read(data[at : at + width]) for at in range(0, len(data), width)]).reshape(6, 512)
+    # Scales of K-quants are products of 17 bits, kept with 11: half a unit of the last for the code and the minimum.
+    tolerance = 2**-23 if kind not in (Kind.Q4_K, Kind.Q5_K) else 2**-11
+    bound = np.abs(expected).max() * tolerance
+    np.testing.assert_allclose(weight.dequantize(torch.float64).numpy(), expected, rtol=0, atol=bound)
+    assert int(weight.codes.max()) < 2**weight.bits
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0])
+def test_a_model_whose_blocks_are_kept_is_the_dequantised_one(tmp_path: Path, arch: str, kind: Kind) -> None:
+    """Rows in the same order, and next to the same logits: inputs of two digits are all that is rounded."""
+    write_model(tmp_path / "m.gguf", arch, kind=kind, tied=arch == "qwen2")
+    files = locate(str(tmp_path / "m.gguf"))
+    config = ModelConfig.load(files.folder)
+    logits = []
+    for keep in (False, True):
+        kernels = select(torch.device("cpu"))
+        decoder = Decoder(config, 64, torch.float32, torch.device("cpu"), kernels, "gguf")
+        decoder.load(load_weights(files, torch.float32, keep_blocks=keep))
+        logits.append(forward.logits(decoder, list(range(40)), [7, 20]))
+    assert not torch.equal(*logits) or select(torch.device("cpu")).name == "reference"
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-3 * float(logits[0].std()))
 
 
 # --- keeping what was converted --------------------------------------------------------------------------------------
