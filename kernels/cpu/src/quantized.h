@@ -35,10 +35,10 @@ struct RoundedRows {
 
 class QuantizedWeight {
  public:
-  static constexpr int kVectors = 2;
+  static constexpr int kVectors = W == 16 ? 2 : 1;  // of columns: half a panel of other weights
   static constexpr int kColumns = kVectors * W;
   /// Rows of one product: their sums, those of a group and a few operands stay in registers.
-  static constexpr int kRows = W == 16 ? 6 : 2;
+  static constexpr int kRows = W == 16 ? 6 : 4;
 
   explicit QuantizedWeight(const QuireLinear& layer)
       : panels_(static_cast<const uint8_t*>(layer.packed)), how_(layer.quantization), inputs_(layer.inputs) {}

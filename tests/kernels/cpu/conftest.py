@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 
 from kernels.cpu import build
 from kernels.cpu.kernels import CpuKernels
 from kernels.cpu.library import Library
-from kernels.errors import UnavailableError
 
 
 @pytest.fixture(scope="session", params=[isa.name for isa in build.supported()])
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     isa = next(isa for isa in build.ISAS if isa.name == request.param)
-    try:
-        return CpuKernels(Library(build.library(isa)))
-    except UnavailableError as error:
-        pytest.skip(str(error))
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("no compiler")
+    return CpuKernels(Library(build.library(isa)))

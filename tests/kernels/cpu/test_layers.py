@@ -139,7 +139,7 @@ def test_copy_and_swap_blocks(kernels: CpuKernels) -> None:
     for kv, old in zip(kvs, before, strict=True):
         assert torch.equal(kv, old[[5, 1, 1, 3, 4, 5, 6, 7, 8, 1]])
     host = torch.zeros(4, 2, 3, 16, 64, dtype=torch.bfloat16)
-    kernels.swap_blocks(kvs[0], host, torch.tensor([3, 8]), torch.tensor([0, 2]))
+    kernels.swap_blocks(kvs[:1], [host], torch.tensor([3, 8]), torch.tensor([0, 2]))
     assert torch.equal(host[[0, 2]], kvs[0][[3, 8]]) and not host[[1, 3]].any()
 
 
