@@ -35,7 +35,7 @@ def _schema(value: Any) -> Schema | None:
     return value
 
 
-AnySchema = Annotated[Schema | None, PlainValidator(_schema)]
+AnySchema = Annotated[Schema | None, PlainValidator(_schema, json_schema_input_type=Schema | str | None)]
 
 
 class JSONSchema(Model):

@@ -7,6 +7,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import orjson
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
@@ -288,3 +289,16 @@ def test_bad_tools(client: httpx.Client) -> None:
     ):
         response = client.post(PATH, json={**HI, **fields})
         assert response.status_code == 400 and response.json()["error"]["message"].startswith(part), response.text
+
+
+def test_an_output_format_is_what_the_output_is_held_to(pipeline: Pipeline, client: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
+    posted = Posted(client, PATH, {**HI, "output_config": wanted})
+    answer = pipeline.tokenizer.submitted()
+    grammar = answer.submit.grammar
+    assert grammar is not None and grammar.kind == "json" and orjson.loads(grammar.text) == schema
+    assert answer.submit.template_kwargs == {"reasoning_effort": "low"}
+    answer.reject(400, "invalid_schema", grammar.param, f"{grammar.param}: no such type")
+    message = posted.response().json()["error"]["message"]
+    assert message == "output_config.format.schema: no such type"

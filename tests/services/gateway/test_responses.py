@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent, ToolChoiceFunction
 from pydantic import TypeAdapter
@@ -271,3 +272,32 @@ def test_bad_tools(client: httpx.Client, fields: dict[str, Any], param: str) -> 
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == param and error["message"].startswith(param)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def test_the_format_is_what_the_output_is_held_to(pipeline: Pipeline, client: httpx.Client) -> None:
+    wanted = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True, "description": None}
+    posted = Posted(client, PATH, {"input": "Hi", "text": {"format": wanted}})
+    answer = pipeline.tokenizer.submitted()
+    grammar = answer.submit.grammar
+    assert grammar is not None and grammar.kind == "json" and orjson.loads(grammar.text) == SCHEMA
+    answer.accept()
+    answer.finish("stop")
+    assert posted.response().json()["text"]["format"] == wanted
+    posted = Posted(client, PATH, {"input": "Hi", "text": {"format": {"type": "json_object"}}})
+    answer = pipeline.tokenizer.submitted()
+    assert answer.submit.grammar is not None and orjson.loads(answer.submit.grammar.text) == {"type": "object"}
+    answer.reject(400, "invalid_schema", answer.submit.grammar.param, f"{answer.submit.grammar.param}: no such thing")
+    assert posted.response().json()["error"]["message"] == "text.format: no such thing"
+
+
+def test_a_schema_that_cannot_be_is_named_as_it_was_sent(pipeline: Pipeline, client: httpx.Client) -> None:
+    wanted = {"type": "json_schema", "name": "x", "schema": {"type": "never"}}
+    posted = Posted(client, PATH, {"input": "Hi", "text": {"format": wanted}})
+    answer = pipeline.tokenizer.submitted()
+    assert answer.submit.grammar is not None
+    answer.reject(400, "invalid_schema", answer.submit.grammar.param, f"{answer.submit.grammar.param}: no such type")
+    error = posted.response().json()["error"]
+    assert error["param"] == "text.format.schema" and error["message"] == "text.format.schema: no such type"
