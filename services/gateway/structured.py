@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from services.gateway.fields import shown
 from services.gateway.model import Model, invalid
@@ -36,6 +36,13 @@ def _schema(value: Any) -> Schema | None:
 
 
 AnySchema = Annotated[Schema | None, PlainValidator(_schema, json_schema_input_type=Schema | str | None)]
+
+
+def _switch(value: Any) -> Any:
+    """By hand, as a Literal takes 0 for False."""
+    if value is not None and not isinstance(value, bool):
+        raise invalid(f"should be a boolean, got {shown(value)}")
+    return value
 
 
 class JSONSchema(Model):
@@ -72,7 +79,7 @@ class StructuredOutputs(Model):
     json_object: bool | None = None
     disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: Literal[False] | None = None
+    disable_additional_properties: Annotated[Literal[False] | None, BeforeValidator(_switch)] = None
     whitespace_pattern: Text | None = None
 
     def options(self) -> dict[str, Any]:

@@ -94,6 +94,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty", "does not go with use_beam_search"),
     ({"use_beam_search": True, "logprobs": 1}, "logprobs", "does not go with use_beam_search"),
     ({"suffix": "x"}, "suffix", "not supported"),
+    ({"early_stopping": 0}, "early_stopping", "true, false or 'never', got 0"),
+    (
+        {"structured_outputs": {"json_object": True, "disable_additional_properties": 0}},
+        "structured_outputs.disable_additional_properties",
+        "boolean, got 0",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format.type", "got 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required with type 'json_schema'"),
     (
