@@ -112,34 +112,48 @@ def test_openai_responses_parse_structured_output(client: openai.OpenAI, model: 
     assert isinstance(answer.output_parsed, Weather)
 
 
-def test_anthropic(client_server: Server, model: str) -> None:
+@pytest.fixture(scope="module")
+def claude(client_server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=client_server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def greedy(model: str, max_tokens: int = 200) -> Any:
+    """Newer versions of Anthropic's client have no sampling parameters."""
+    return {"model": model, "max_tokens": max_tokens, "extra_body": {"temperature": 0}}
+
+
+def test_anthropic_streams(claude: anthropic.Anthropic, model: str) -> None:
     question: Any = [{"role": "user", "content": QUESTION}]
+    assert claude.messages.count_tokens(model=model, messages=question).input_tokens == 37
+    with claude.messages.stream(messages=question, **greedy(model)) as stream:
+        assert "".join(stream.text_stream) == CAPITAL
+        message = stream.get_final_message()
+    assert message.stop_reason == "end_turn" and message.usage.output_tokens == 8
+    assert (message.usage.cache_read_input_tokens or 0) + message.usage.input_tokens == 37
+
+
+def test_anthropic_calls_a_tool_and_goes_on(claude: anthropic.Anthropic, model: str) -> None:
     tools: Any = [{"name": "weather", "description": "Tells the weather", "input_schema": SCHEMA}]
     choice: Any = {"type": "tool", "name": "weather"}
-    with anthropic.Anthropic(base_url=client_server.url, api_key="none", max_retries=0) as client:
-        # Its newer versions have no sampling parameters.
-        greedy: Any = {"model": model, "max_tokens": 200, "extra_body": {"temperature": 0}}
-        assert client.messages.count_tokens(model=model, messages=question).input_tokens == 37
-        with client.messages.stream(messages=question, **greedy) as stream:
-            assert "".join(stream.text_stream) == CAPITAL
-            message = stream.get_final_message()
-        assert message.stop_reason == "end_turn" and message.usage.output_tokens == 8
-        assert (message.usage.cache_read_input_tokens or 0) + message.usage.input_tokens == 37
-        whole = client.messages.create(messages=FORECAST, tools=tools, tool_choice=choice, **greedy)
-        [call] = [block for block in whole.content if block.type == "tool_use"]
-        assert whole.stop_reason == "tool_use" and call.name == "weather"
-        Weather.model_validate(call.input)
-        with client.messages.stream(messages=FORECAST, tools=tools, tool_choice=choice, **greedy) as stream:
-            [streamed] = [block for block in stream.get_final_message().content if block.type == "tool_use"]
-        assert streamed.input == call.input
-        result: Any = [{"type": "tool_result", "tool_use_id": call.id, "content": "Sunny, 20 degrees."}]
-        conversation: Any = [*FORECAST, {"role": "assistant", "content": whole.content}]
-        conversation.append({"role": "user", "content": result})
-        assert client.messages.create(messages=conversation, tools=tools, **{**greedy, "max_tokens": 20}).content
-        wanted: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
-        answer = client.messages.create(messages=FORECAST, output_config=wanted, **greedy)
-        assert answer.content[0].type == "text"
-        Weather.model_validate_json(answer.content[0].text)
+    whole = claude.messages.create(messages=FORECAST, tools=tools, tool_choice=choice, **greedy(model))
+    [call] = [block for block in whole.content if block.type == "tool_use"]
+    assert whole.stop_reason == "tool_use" and call.name == "weather"
+    Weather.model_validate(call.input)
+    with claude.messages.stream(messages=FORECAST, tools=tools, tool_choice=choice, **greedy(model)) as stream:
+        [streamed] = [block for block in stream.get_final_message().content if block.type == "tool_use"]
+    assert streamed.input == call.input
+    result: Any = [{"type": "tool_result", "tool_use_id": call.id, "content": "Sunny, 20 degrees."}]
+    conversation: Any = [*FORECAST, {"role": "assistant", "content": whole.content}]
+    conversation.append({"role": "user", "content": result})
+    assert claude.messages.create(messages=conversation, tools=tools, **greedy(model, 20)).content
+
+
+def test_anthropic_gets_structured_output(claude: anthropic.Anthropic, model: str) -> None:
+    wanted: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answer = claude.messages.create(messages=FORECAST, output_config=wanted, **greedy(model))
+    assert answer.content[0].type == "text"
+    Weather.model_validate_json(answer.content[0].text)
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="no Node.js with npm on this machine")
