@@ -28,6 +28,13 @@ class Conversation:
     template: str = ""
 
 
+def continued(chat: Conversation) -> str | None:
+    """The text of the final message, where the answer goes on with it."""
+    if not chat.variables.get("continue_final_message"):
+        return None
+    return text_of(normalize(chat.messages[-1:])[0].get("content", ""))
+
+
 def render(template: ChatTemplate, conversation: Conversation, format: OutputFormat, settings: ChatSettings) -> str:
     """The prompt. Raises RequestError for messages and variables that are wrong, and for what the template refuses."""
     for name in RESERVED_VARIABLES:
@@ -61,7 +68,7 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
         result["tool_call_id"] = _short(message["tool_call_id"])
     if "tool_calls" in message:
         calls = message["tool_calls"]
-        result["tool_calls"] = [{**call, "id": _short(call["id"])} if "id" in call else call for call in calls]
+        result["tool_calls"] = [{**call, "id": _short(call["id"])} if call.get("id") else call for call in calls]
     return result
 
 

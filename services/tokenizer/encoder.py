@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from services.tokenizer.chat import Conversation, render
+from services.tokenizer.chat import Conversation, continued, render
 from services.tokenizer.config import ChatSettings
 from services.tokenizer.foreign_template import ForeignTemplates
 from services.tokenizer.grammars import Grammars
@@ -18,8 +18,10 @@ from services.tokenizer.messages import characters
 from services.tokenizer.parsers.output import OutputParser
 from services.tokenizer.stop import StopStrings
 from services.tokenizer.tokenizer import Tokenizer
+from services.tokenizer.tool_grammar import tool_grammar
 from shared.codec import Int32, int32
 from shared.errors import RequestError
+from shared.grammar import GrammarSpec
 from shared.wire import SubmitText, ToolUse, Welcome
 
 T = TypeVar("T")
@@ -31,8 +33,8 @@ class Prompt:
     """An encoded and checked request. ids: int32, never empty. max_tokens: at least 1, fits the context with ids.
 
     bad_words: token sequences, one or two for each word. text: of the prompt, for a request with echo. parser: makes
-    the parser of each answer, which needs to see the special tokens ``shown``; None: answers are all content.
-    grammar: as in SubmitTokens.
+    the parser of each answer, which needs to see the special tokens ``shown``; None: answers are all content. spec: the
+    grammar that the output is held to; grammar: as in SubmitTokens.
     """
 
     ids: Int32
@@ -42,6 +44,7 @@ class Prompt:
     text: str = ""
     parser: Callable[[], OutputParser] | None = None
     shown: frozenset[int] = frozenset()
+    spec: GrammarSpec | None = None
     grammar: str = ""
 
 
@@ -67,9 +70,9 @@ class Encoder:
         if message.messages is not None:
             chat = Conversation(message.messages, message.template_kwargs, message.tools, message.chat_template)
         prompt = await self._run(self._prompt, message, chat, await self._rendered_elsewhere(chat), limits)
-        if message.grammar is None:
+        if prompt.spec is None:
             return prompt
-        return replace(prompt, grammar=await self._grammars.compile(message.grammar, limits))
+        return replace(prompt, grammar=await self._grammars.compile(prompt.spec, limits))
 
     async def render(self, message: SubmitText, limits: Welcome) -> dict[str, Any]:
         """What would be computed for a request: its prompt as text and ids, and how many tokens may follow."""
@@ -108,13 +111,13 @@ class Encoder:
         _check_vocabulary(message.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
         if "" in message.stop:
             raise RequestError("stop contains an empty string", param="stop")
-        parser = None
+        parser, spec = None, message.grammar
         if chat is not None:
             rendered = rendered or self._render(chat, limits, wanted)
             ids = self._encode(rendered, message.add_special_tokens, limits, wanted, param)
-            parser = self._tokenizer.format.parser(message.tools, rendered)
-            if message.tools is not None and message.tools.choice in ("required", "function"):
-                raise RequestError("tool_choice: calls cannot be demanded yet", param="tool_choice")
+            inside = self._tokenizer.format.inside(rendered, continued(chat))
+            parser = self._tokenizer.format.parser(message.tools, inside)
+            spec = self._spec(message, inside)
         elif message.prompt is not None:
             ids = self._encode(message.prompt, message.add_special_tokens, limits, wanted, param)
             if not len(ids) and self._tokenizer.bos_id is not None:
@@ -138,7 +141,25 @@ class Encoder:
             (rendered or self._prompt_text(message, ids)) if message.echo else "",
             parser,
             self._tokenizer.format.markers if parser is not None else frozenset(),
+            spec,
         )
+
+    def _spec(self, message: SubmitText, inside: bool) -> GrammarSpec | None:
+        """What the answer to a chat is held to; ``inside``: it begins as reasoning."""
+        use, format, beams = message.tools, self._tokenizer.format, message.sampling.use_beam_search
+        if use is None or use.choice == "none":
+            return message.grammar
+        if use.choice == "auto":
+            if message.grammar is not None or beams or not format.tools:
+                return message.grammar
+            return tool_grammar(use, format, inside, self._tokenizer.token_to_id)
+        if message.grammar is not None:
+            raise _contradiction(message.grammar.param, "does not go with a tool_choice that demands a call")
+        if beams:
+            raise _contradiction("tool_choice", "a call cannot be demanded of a beam search")
+        if not format.tools:
+            raise _contradiction("tool_choice", "how this model writes calls is not known (see --tool-call-parser)")
+        return tool_grammar(use, format, inside, self._tokenizer.token_to_id)
 
     def _bad_words(self, words: list[str], vocab_size: int) -> list[list[int]]:
         """Each word as it is spelled, and after a space, where it is other tokens."""
@@ -216,6 +237,10 @@ def _conversation(args: dict[str, Any]) -> Conversation | None:
             variables[name] = args[name]
     tools = ToolUse(args["tools"]) if args.get("tools") else None
     return Conversation(args["messages"], variables, tools, args.get("chat_template") or "")
+
+
+def _contradiction(param: str, why: str) -> RequestError:
+    return RequestError(f"{param}: {why}", code="unsupported_value", param=param)
 
 
 def _flag(args: dict[str, Any], name: str, default: bool) -> bool:

@@ -111,6 +111,10 @@ class Tokenizer:
         """The vocabulary's own spelling of each id; empty for one outside it."""
         return [self._backend.id_to_token(id) or "" for id in ids]
 
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token that is spelled so in the vocabulary."""
+        return self._backend.token_to_id(token)
+
     def template_for(self, tools: Any) -> ChatTemplate | None:
         return self._tool_template if tools and self._tool_template is not None else self._template
 

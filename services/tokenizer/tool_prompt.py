@@ -35,7 +35,7 @@ def _as_text(message: dict[str, Any], format: OutputFormat) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
-    calls = [format.written(one.get("name", ""), _json(one.get("arguments"))) for one in functions]
+    calls = [format.written(one.get("name") or "", _json(one.get("arguments"))) for one in functions]
     return {"role": message["role"], "content": "\n".join([content, *calls] if content else calls)}
 
 

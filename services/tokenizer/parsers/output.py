@@ -88,17 +88,18 @@ class OutputFormat:
     def __str__(self) -> str:
         return f"tool calls: {self.tools or 'none'}, reasoning: {self.reasoning or 'none'}"
 
-    def inside(self, prompt: str) -> bool:
-        """Whether an answer to ``prompt`` begins as reasoning."""
+    def inside(self, prompt: str, continued: str | None = None) -> bool:
+        """Whether an answer to ``prompt`` begins as reasoning. continued: the message that it goes on with, if any."""
+        if continued is not None and (think.OPEN in continued or think.CLOSE in continued):
+            return bool(self.reasoning) and continued.rfind(think.OPEN) > continued.rfind(think.CLOSE)
         return self.reasoning == "deepseek_r1" or (bool(self.reasoning) and prompt.rstrip().endswith(think.OPEN))
 
     def written(self, name: str, arguments: str) -> str:
         """A call as the model writes it."""
         return TOOL_PARSERS[self.tools or "hermes"].written(name, arguments)
 
-    def parser(self, use: ToolUse | None, prompt: str) -> Callable[[], OutputParser] | None:
-        """What makes the parser of each answer to ``prompt``, a rendered chat; None: there is nothing to look for."""
-        inside = self.inside(prompt)
+    def parser(self, use: ToolUse | None, inside: bool) -> Callable[[], OutputParser] | None:
+        """What makes the parser of each answer; None: there is nothing to look for. inside: it begins as reasoning."""
         parse_calls = TOOL_PARSERS.get(self.tools) if use is not None and use.choice != "none" else None
         names = [tool["function"]["name"] for tool in use.tools] if use is not None else []
         parallel = use is None or use.parallel

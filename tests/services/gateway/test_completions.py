@@ -11,8 +11,9 @@ import httpx
 import openai
 import pytest
 
+from shared.channels import CONTENT
 from shared.codec import int32
-from shared.wire import Ack, Resume, Text
+from shared.wire import Ack, Done, Finished, Resume, Text
 from tests.services.gateway.background import CHAT, Posted, Streamed
 from tests.services.gateway.pipeline import VOCAB_SIZE, Gateway, Pipeline
 
@@ -79,6 +80,28 @@ def test_headers_wait_for_accept_and_events_come_one_by_one(pipeline: Pipeline, 
     events = streamed.rest()
     assert finish_reasons(events) == ["length"] and events[-1] == "[DONE]" and events.count("[DONE]") == 1
     assert all("usage" not in event for event in [first, *events[:-1]])  # it was not asked for
+
+
+def test_every_accepted_field_counts_and_objects_have_their_own_names(pipeline: Pipeline, client: httpx.Client) -> None:
+    """``stop`` and ``n`` are passed on, an end is what it was, and no endpoint answers under another's name
+    (mini-sglang: ``text_completion.chunk`` everywhere, ``stop`` at max_tokens, ``n`` ignored, one line end).
+    """
+    for path, body, name in (
+        ("/v1/chat/completions", CHAT, "chat.completion.chunk"),
+        ("/v1/completions", {"prompt": "a"}, "text_completion"),
+    ):
+        streamed = Streamed(client, path, {**body, "stop": "END", "n": 2, "max_tokens": 1})
+        answer = pipeline.tokenizer.submitted()
+        assert (answer.submit.stop, answer.submit.sampling.n, answer.submit.sampling.max_tokens) == (["END"], 2, 1)
+        answer.accept()
+        finished = [Finished(answer.rid, seq, 1, "length") for seq in (0, 1)]
+        texts = ([answer.rid] * 2, [0, 1], [0, 0], [CONTENT] * 2, ["x", "y"], [1, 1], [0, 0], int32([]))
+        answer.send(Text(*texts, finished, [Done(answer.rid, 5, 0, 2)]))
+        streamed.opened()
+        *chunks, done = streamed.rest()  # which also sees that every event ends with an empty line
+        assert done == "[DONE]" and {chunk["object"] for chunk in chunks} == {name}
+        assert finish_reasons(chunks) == ["length", "length"]
+        assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1}
 
 
 def test_usage_chunk_only_when_asked(pipeline: Pipeline, client: httpx.Client) -> None:

@@ -213,23 +213,27 @@ def test_the_format_is_told_from_the_model(template: str, tokens: tuple[str, ...
     assert (format.tools, format.reasoning) == (tools, reasoning)
     assert format.markers == frozenset(vocabulary.values())
     none = OutputFormat.choose("none", "none", template, knows, vocabulary.get)
-    assert none == OutputFormat() and none.parser(ToolUse(TOOLS), "") is None
+    assert none == OutputFormat() and none.parser(ToolUse(TOOLS), False) is None
     chosen = OutputFormat.choose("mistral", "deepseek_r1", template, knows, vocabulary.get)
     assert (chosen.tools, chosen.reasoning) == ("mistral", "deepseek_r1")
 
 
-def test_reasoning_that_the_prompt_began(tmp_path: Path) -> None:
-    for reasoning, prompt, inside in (
-        ("think", "<|im_start|>assistant\n<think>\n", True),
-        ("think", "<|im_start|>assistant\n", False),
-        ("think", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("deepseek_r1", "<|Assistant|>", True),
-    ):
-        make = OutputFormat("", reasoning).parser(None, prompt)
-        assert make is not None
-        parser = make()
-        channels = {channel for channel, _ in parser.feed("Hm.</think>Yes.") + parser.finish()}
-        assert channels == ({1, 0} if inside else {0}), prompt
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "continued", "inside"),
+    [
+        ("think", "<|im_start|>assistant\n<think>\n", None, True),
+        ("think", "<|im_start|>assistant\n", None, False),
+        ("think", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None, False),
+        ("deepseek_r1", "<|Assistant|>", None, True),
+        ("think", "assistant\n<think>I", "<think>I", True),
+        ("think", "assistant\n<think>I</think>So", "<think>I</think>So", False),
+        ("deepseek_r1", "assistant\n<think>I</think>So", "<think>I</think>So", False),
+        ("think", "assistant\nSo", "So", False),
+        ("", "<|im_start|>assistant\n<think>\n", None, False),
+    ],
+)
+def test_reasoning_that_the_prompt_began(reasoning: str, prompt: str, continued: str | None, inside: bool) -> None:
+    assert OutputFormat("", reasoning).inside(prompt, continued) == inside
 
 
 def test_a_template_from_the_command_line(tmp_path: Path, byte_level: Library) -> None:

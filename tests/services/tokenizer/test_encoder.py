@@ -18,8 +18,9 @@ from services.tokenizer.grammars import Grammars
 from services.tokenizer.tokenizer import Tokenizer
 from shared.codec import int32
 from shared.errors import RequestError
+from shared.grammar import GrammarSpec
 from shared.sampling import SamplingParams
-from shared.wire import SubmitText, Welcome
+from shared.wire import SubmitText, ToolUse, Welcome
 
 LIMITS = Welcome(1, 0, 16, 100, 2048, 401, [1], "digest")
 NO_FOLDER = Path("none")  # no grammar is compiled here
@@ -213,3 +214,16 @@ def test_encoding_lets_the_loop_run(byte_level: Library) -> None:
 
     assert asyncio.run(main()) > 20
     encoder.close()
+
+
+def test_demands_that_cannot_be_met(chatty: Tokenizer, encoder: Encoder, byte_level: Library) -> None:
+    tools = ToolUse([{"type": "function", "function": {"name": "f"}}], "required")
+    wished = submit(messages=user("x"), tools=tools, grammar=GrammarSpec("regex", "a", "response_format"))
+    assert refusal(encoder, wished).param == "response_format"
+    beams = submit(messages=user("x"), tools=tools)
+    beams = replace(beams, sampling=replace(beams.sampling, use_beam_search=True))
+    assert "beam search" in refusal(encoder, beams).message
+    unknown = Tokenizer(byte_level, template=chatty.template_for(None))
+    other = Encoder(unknown, Grammars(NO_FOLDER), 1)
+    assert "--tool-call-parser" in refusal(other, submit(messages=user("x"), tools=tools)).message
+    other.close()

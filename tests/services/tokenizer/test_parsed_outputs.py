@@ -76,7 +76,7 @@ def test_markers_that_are_special_tokens_are_seen_and_never_shown() -> None:
     markers = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
     library.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
     format = OutputFormat.choose("auto", "think", "", True, library.token_to_id)
-    make = format.parser(ToolUse([{"type": "function", "function": {"name": "f"}}]), "")
+    make = format.parser(ToolUse([{"type": "function", "function": {"name": "f"}}]), False)
     assert make is not None and format.tools == "hermes" and len(format.markers) == 4
     ids = library.encode(f"{ANSWER}<|im_end|>").ids
     assert set(format.markers) <= set(ids) and library.decode(ids).count("tool_call") == 0
