@@ -148,3 +148,15 @@ def test_engines_are_chosen_by_name(tmp_path: Path) -> None:
         chosen_engines(parse(["--peers", str(path), "--only", "c"]))
     with pytest.raises(EngineError, match="two engines have one name"):
         chosen_engines(parse(["--peers", str(path), "--quire", "a="]))
+
+
+def test_structured() -> None:
+    ended = run(
+        "benchmarks.structured", "--requests", "3", "--tokens", "8", "--rounds", "1", "--quire", "--worker null"
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in ended.stdout.splitlines()]
+    assert [row[0] for row in rows[2:]] == ["plain", "strings", "records"]
+    assert rows[2][2] == "1.00"
+    assert all(float(row[1]) > 0 and float(row[2]) > 0 for row in rows[2:])
+    assert all(float(row[4]) <= float(row[5]) for row in rows[3:])
