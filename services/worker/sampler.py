@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from kernels.ops import Kernels
-from services.worker import masks
 from services.worker.device import Device, Mark
 from services.worker.executor import MaskSource
 from services.worker.logit_rules import LogitRules, RuledRow
+from services.worker.masks import Masks
 from services.worker.rows import Ints, Rows, Step
 from shared.wire import Logprobs, Plan
 
@@ -88,6 +88,7 @@ class Sampler:
     def __init__(self, rows: Rows, kernels: Kernels, device: Device) -> None:
         self._rows, self._kernels, self._device = rows, kernels, device
         self._rules = LogitRules(device.upload)
+        self._masks = Masks(device.upload)
         self._before: Sampled | None = None  # of the newest step with ruled rows
 
     def change(self, plan: Plan) -> None:
@@ -107,14 +108,14 @@ class Sampler:
         chosen, held, empty = logits, np.empty(0, dtype=np.int64), None
         if rows.masked[slots].any() and (found := mask()) is not None:
             chosen = logits.clone() if len(asked) else logits
-            held = masks.apply(chosen, found, slots, rows.masked, upload)
+            held = self._masks.apply(chosen, found, slots, rows.masked)
         if ruled:
             if self._before is not None:
                 self._before.tell_rules()
             chosen = self._rules.apply(chosen, ruled, step.sample_positions, rows.temperature[slots])
             both = np.intersect1d(held, [place for place, _ in ruled])
             if len(both):
-                empty = both, self._device.fetch(masks.fill_empty(chosen, both, upload))
+                empty = both, self._device.fetch(self._masks.fill_empty(chosen, both))
         ids = self._kernels.sample(
             chosen,
             upload(rows.temperature[slots]),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker import masks
 from services.worker.executor import PlanError
+from services.worker.masks import Masks
 from services.worker.model_executor import ModelExecutor
 from shared.codec import int32
 from shared.sampling import LogitRules, SamplingParams
@@ -38,7 +38,7 @@ def mask(allowed: dict[int, list[int]], vocab_size: int = VOCAB) -> Mask:
 def test_what_a_mask_does_not_allow_is_banned(dtype: torch.dtype, allowed: dict[int, list[int]]) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)).to(dtype)
     before, slots = logits.clone(), [9, 3, 5]
-    held = masks.apply(logits, mask(allowed), np.asarray(slots), np.ones(10, dtype=np.bool_), torch.from_numpy)
+    held = Masks(torch.from_numpy).apply(logits, mask(allowed), np.asarray(slots), np.ones(10, dtype=np.bool_))
     assert sorted(held.tolist()) == sorted(slots.index(slot) for slot in allowed)
     for place, slot in enumerate(slots):
         for token in range(VOCAB):
@@ -59,7 +59,7 @@ def test_a_mask_for_others_is_an_error(wrong: Mask, complaint: str) -> None:
     masked = np.zeros(10, dtype=np.bool_)
     masked[[3, 4, 5]] = True
     with pytest.raises(PlanError, match=complaint):
-        masks.apply(torch.zeros(3, VOCAB), wrong, np.asarray([9, 3, 5]), masked, torch.from_numpy)
+        Masks(torch.from_numpy).apply(torch.zeros(3, VOCAB), wrong, np.asarray([9, 3, 5]), masked)
 
 
 @pytest.fixture(scope="module")
