@@ -24,10 +24,11 @@ from services.gateway.generation import Generation
 from services.gateway.messages.api import MessageCounts, Messages
 from services.gateway.middleware import ApiKeys, Errors, RequestContext
 from services.gateway.models import Models
+from services.gateway.prompt_schemas import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from services.gateway.prompts import Prompts
 from services.gateway.refused import refused
 from services.gateway.responses.api import Responses
-from services.gateway.schemas import DetokenizeRequest, ExplainRequest, TokenizeRequest, validate
+from services.gateway.schemas import validate
 from shared.errors import RequestError
 from shared.metrics import render
 

@@ -7,7 +7,8 @@ from typing import Any
 from services.gateway import logprobs
 from services.gateway.calls import CallStart, Content, Delta, Part, Reasoning, Request
 from services.gateway.generation import Shape, finish_of
-from services.gateway.schemas import ChatRequest, Limits
+from services.gateway.model import Limits
+from services.gateway.schemas import ChatRequest
 from shared.wire import SubmitText
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from services.gateway import logprobs
 from services.gateway.calls import Delta, Request
 from services.gateway.generation import Shape, finish_of
-from services.gateway.schemas import CompletionRequest, Limits
+from services.gateway.model import Limits
+from services.gateway.schemas import CompletionRequest
 from shared.codec import int32
 from shared.wire import SubmitText
 

@@ -16,8 +16,8 @@ import zmq.asyncio
 
 from services.gateway.calls import Call, Request
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.model import Limits
 from services.gateway.queries import Queries
-from services.gateway.schemas import Limits
 from shared.errors import ConfigError, RequestError
 from shared.ids import Identity, RidMaker, new_epoch
 from shared.link import Link

@@ -20,8 +20,9 @@ from services.gateway.calls import Call, Delta, Request
 from services.gateway.config import GatewayConfig
 from services.gateway.engine import Engine
 from services.gateway.errors import JSON, error_body, renaming
+from services.gateway.model import Limits
 from services.gateway.models import Models
-from services.gateway.schemas import Asked, GenerationRequest, Limits, validate
+from services.gateway.schemas import Asked, GenerationRequest, validate
 from services.gateway.stream import DONE, EventStream, event
 from shared.errors import RequestError
 from shared.wire import SubmitText

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
+
+from shared.sampling import SamplingDefaults
 
 
 def invalid(message: str) -> PydanticCustomError:
@@ -29,3 +32,19 @@ class Model(BaseModel):
     @classmethod
     def _aliases(cls) -> set[str | None]:
         return {field.alias for field in cls.model_fields.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The model's limits that fields are checked against, and what stands for a field that is left out."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int = 20
+    defaults: SamplingDefaults = SamplingDefaults()
+
+
+def limits_of(info: ValidationInfo) -> Limits:
+    if not isinstance(info.context, Limits):
+        raise TypeError("models are validated with their Limits as context")
+    return info.context

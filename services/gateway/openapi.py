@@ -12,14 +12,9 @@ from pydantic.json_schema import models_json_schema
 from services.gateway import replies
 from services.gateway.fields import ONLY_AT, WITHOUT_EFFECT
 from services.gateway.messages.schema import CountTokensRequest, MessagesRequest
+from services.gateway.prompt_schemas import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from services.gateway.responses.schema import ResponsesRequest
-from services.gateway.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ExplainRequest,
-    TokenizeRequest,
-)
+from services.gateway.schemas import ChatRequest, CompletionRequest
 
 REFS = "#/components/schemas/{model}"
 STATUSES = {

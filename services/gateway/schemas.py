@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, ValidationInfo
 
+from services.gateway.conversation import Messages, check_messages, template_variables
 from services.gateway.fields import drop_without_effect, shown, unknown_field
-from services.gateway.model import Model, invalid
+from services.gateway.model import Limits, Model, invalid, limits_of
 from services.gateway.structured import AnySchema, Choices, ResponseFormat, StructuredOutputs, Text, grammar_of
+from services.gateway.token_ids import AllowedIds, LogitBias, LogprobIds, Prompts, StopIds
 from services.gateway.tools import Choice, NamedTool, Tool, check_choice, use_of
 from shared.errors import RequestError
 from shared.grammar import GrammarSpec
@@ -18,159 +19,21 @@ from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 from shared.wire import ToolUse
 
 T = TypeVar("T")
-MAX_PROMPTS = 1024
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-MAX_STOP_IDS = 1024
-MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
-MAX_LOGPROB_IDS = 128
 MAX_TOOLS = 128
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The model's limits that fields are checked against, and what stands for a field that is left out."""
-
-    vocab_size: int
-    max_model_len: int
-    max_logprobs: int = 20
-    defaults: SamplingDefaults = SamplingDefaults()
-
-
-# What the validators below take, for the API's description.
-TokenId = Annotated[int, Field(ge=0)]
-SomeIds = Annotated[list[TokenId], Field(min_length=1)]
-Prompt = str | Annotated[list[str] | list[SomeIds] | SomeIds, Field(min_length=1)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-class TextPart(Model):
-    type: Literal["text"]
-    text: str
-
-
-def _limits(info: ValidationInfo) -> Limits:
-    if not isinstance(info.context, Limits):
-        raise TypeError("models are validated with their Limits as context")
-    return info.context
-
-
-def _check_ids(place: str, ids: list[Any], vocab_size: int) -> list[int]:
-    """Whole-list checks first: they run at C speed, and a prompt may hold a million ids."""
-    if set(map(type, ids)) - {int}:
-        index, value = next((index, value) for index, value in enumerate(ids) if type(value) is not int)
-        raise invalid(f"item {place}[{index}] should be an integer, got {shown(value)}")
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        index, value = next((index, value) for index, value in enumerate(ids) if not 0 <= value < vocab_size)
-        raise invalid(
-            f"item {place}[{index}] is token id {value}, outside the vocabulary of {vocab_size} (0..{vocab_size - 1})"
-        )
-    return ids
-
-
-def _check_prompt_ids(place: str, ids: list[Any], limits: Limits) -> list[int]:
-    if not ids:
-        raise invalid(f"{'item ' + place if place else 'it'} is an empty list of token ids")
-    if len(ids) > limits.max_model_len:
-        raise RequestError(
-            f"prompt: {len(ids)} token ids are more than the model's context of {limits.max_model_len} tokens",
-            code="context_length_exceeded",
-            param="prompt",
-        )
-    return _check_ids(place, ids, limits.vocab_size)
-
-
-def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
-    limits = _limits(info)
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise invalid("should be a string, a list of strings, a list of token ids or a list of such lists")
-    if value and not isinstance(value[0], (str, list)):
-        return [_check_prompt_ids("", value, limits)]
-    if not 1 <= len(value) <= MAX_PROMPTS:
-        raise invalid(f"holds {len(value)} prompts, the limits are 1 and {MAX_PROMPTS}")
-    prompts: list[str | list[int]] = []
-    for index, one in enumerate(value):
-        if type(one) is not type(value[0]):
-            raise invalid(f"item [{index}] is of another type than item [0], got {shown(one)}")
-        prompts.append(_check_prompt_ids(f"[{index}]", one, limits) if isinstance(one, list) else one)
-    return prompts
-
-
-def _content(value: Any) -> str | list[dict[str, str]] | None:
-    """Text, or a list of text parts."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid("should be a string or a list of text parts")
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise invalid(f"part {index} should be an object with a type, got {shown(part)}")
-        if part["type"] != "text":
-            raise invalid(f"part {index} has type {shown(part['type'])}; only 'text' is supported")
-        if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
-            raise invalid(f"part {index} should be {{'type': 'text', 'text': string}}, got {shown(part)}")
-    return value
-
-
 def _stops(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
-
-
-def _stop_ids(value: Any, info: ValidationInfo) -> list[int]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise invalid("should be a list of token ids")
-    if len(value) > MAX_STOP_IDS:
-        raise invalid(f"holds {len(value)} ids, the limit is {MAX_STOP_IDS}")
-    return _check_ids("", value, _limits(info).vocab_size)
-
-
-def _allowed_ids(value: Any, info: ValidationInfo) -> list[int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not value:
-        raise invalid("should be a list of at least one token id")
-    return _check_ids("", value, _limits(info).vocab_size)
-
-
-def _logprob_ids(value: Any, info: ValidationInfo) -> list[int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not 1 <= len(value) <= MAX_LOGPROB_IDS:
-        raise invalid(f"should be a list of 1 to {MAX_LOGPROB_IDS} token ids, got {shown(value)}")
-    ids = _check_ids("", value, _limits(info).vocab_size)
-    if len(set(ids)) < len(ids):
-        raise invalid("holds a token id twice")
-    return ids
-
-
-def _bias(value: Any, info: ValidationInfo) -> dict[int, float] | None:
-    """Token ids, which JSON makes strings, to what is added to their logits."""
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise invalid("should be an object of token ids and numbers")
-    if len(value) > MAX_BIASES:
-        raise invalid(f"holds {len(value)} tokens, the limit is {MAX_BIASES}")
-    vocab_size, found = _limits(info).vocab_size, {}
-    for name, bias in value.items():
-        if not (name.isascii() and name.isdecimal() and len(name) <= 10):
-            raise invalid(f"key {shown(name)} should be a token id")
-        if not int(name) < vocab_size:
-            raise invalid(f"key {int(name)} is outside the vocabulary of {vocab_size} (0..{vocab_size - 1})")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise invalid(f"token {name} should have a number from -100 to 100, got {shown(bias)}")
-        found[int(name)] = float(bias)
-    return found
 
 
 EarlyStopping = bool | Literal["never"] | None
@@ -188,7 +51,7 @@ def _early_stopping(value: Any) -> EarlyStopping:
 def _count_of_logprobs(value: Any, info: ValidationInfo) -> int | None:
     if value is None or value is False:
         return None
-    limit = _limits(info).max_logprobs
+    limit = limits_of(info).max_logprobs
     if type(value) is not int or not 0 <= value <= limit:
         raise invalid(f"should be an integer from 0 to {limit} (max_logprobs of this server), got {shown(value)}")
     return value
@@ -215,49 +78,6 @@ class StreamOptions(Model):
     continuous_usage_stats: bool | None = None
 
 
-class Message(Model):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        str | list[dict[str, str]] | None,
-        PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None),
-    ] = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = Field(None, fail_fast=True)
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None  # these three come back with answers of OpenAI's, and say nothing here
-    audio: None = None
-    function_call: None = None
-
-    def plain(self) -> dict[str, Any]:
-        """For the chat template, which knows newer names by the older ones: "system" and "reasoning_content"."""
-        fields = self.model_dump(exclude_none=True, exclude={"annotations", "reasoning"})
-        if self.reasoning is not None:
-            fields.setdefault("reasoning_content", self.reasoning)
-        return {**fields, "role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
-
-
-def check_count(field: str, value: Any, info: ValidationInfo) -> None:
-    """RequestError for more messages than the context has tokens, as each is at least one."""
-    limit = _limits(info).max_model_len
-    if isinstance(value, list) and len(value) > limit:
-        raise RequestError(
-            f"{field}: {len(value)} messages are more than the model's context of {limit} tokens",
-            code="context_length_exceeded",
-            param=field,
-        )
-
-
-def _messages(value: Any, info: ValidationInfo) -> Any:
-    check_count("messages", value, info)
-    return value
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
-
-
 class Sampled(Asked):
     """How tokens are chosen, as every API may say it; also vLLM's fields where an API has none of its own."""
 
@@ -269,9 +89,7 @@ class Sampled(Asked):
     stop: Annotated[
         list[StopString] | None, BeforeValidator(_stops, json_schema_input_type=str | list[StopString] | None)
     ] = Field(None, max_length=MAX_STOPS)
-    stop_token_ids: Annotated[list[int], PlainValidator(_stop_ids, json_schema_input_type=list[TokenId] | None)] = (
-        Field(default_factory=list)
-    )
+    stop_token_ids: StopIds = Field(default_factory=list)
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -295,17 +113,11 @@ class GenerationRequest(Sampled):
         None
     )
     max_tokens: int | None = Field(None, ge=1)
-    logit_bias: Annotated[
-        dict[int, float] | None, PlainValidator(_bias, json_schema_input_type=dict[str, Bias] | None)
-    ] = None
-    allowed_token_ids: Annotated[
-        list[int] | None, PlainValidator(_allowed_ids, json_schema_input_type=SomeIds | None)
-    ] = None
+    logit_bias: LogitBias = None
+    allowed_token_ids: AllowedIds = None
     bad_words: list[StopString] | None = Field(None, max_length=MAX_BAD_WORDS)
     prompt_logprobs: LogprobCount = None
-    logprob_token_ids: Annotated[
-        list[int] | None, PlainValidator(_logprob_ids, json_schema_input_type=SomeIds | None)
-    ] = None
+    logprob_token_ids: LogprobIds = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
@@ -513,7 +325,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=Prompt)]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: LogprobCount = None
     max_tokens: int | None = Field(None, ge=0)
@@ -539,85 +351,6 @@ class CompletionRequest(GenerationRequest):
         if not self.wants_output and not self.echo:
             message = "max_tokens: 0 is below 1, which is the least without echo"
             raise RequestError(message, code="invalid_value", param="max_tokens")
-
-
-class TokenizeRequest(Model):
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    return_token_strs: bool | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise RequestError("prompt: give either prompt or messages", param="prompt")
-        check_messages(self.messages or [])
-        use_of(self.tools, None, True)
-        template_variables(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
-
-    def prompt_args(self) -> dict[str, Any]:
-        """The arguments of a tokenizer's ``tokenize`` query."""
-        args = self.model_dump(exclude_none=True, include=set(TokenizeRequest.model_fields) - {"messages"})
-        if self.messages is not None:
-            args["messages"] = [message.plain() for message in self.messages]
-        return args
-
-
-def _any_ids(value: Any, info: ValidationInfo) -> list[int]:
-    if not isinstance(value, list):
-        raise invalid("should be a list of token ids")
-    return _check_ids("", value, _limits(info).vocab_size)
-
-
-class DetokenizeRequest(Model):
-    model: str | None = None
-    tokens: Annotated[list[int], PlainValidator(_any_ids, json_schema_input_type=list[TokenId])]
-
-
-class ExplainRequest(TokenizeRequest):
-    """A prompt as in ``/tokenize``, or its ``tokens``; ``tenant`` asks on behalf of another one."""
-
-    tokens: Annotated[list[int] | None, PlainValidator(_any_ids, json_schema_input_type=list[TokenId] | None)] = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    tenant: str | None = None
-
-    def check(self) -> None:
-        if self.tokens is None:
-            super().check()
-        elif not (self.prompt is None and self.messages is None):
-            raise RequestError("tokens: give one of prompt, messages and tokens", param="tokens")
-
-
-def template_variables(
-    given: dict[str, Any] | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    documents: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """chat_template_kwargs, and over them the variables that are fields of their own. Raises RequestError."""
-    if add_generation_prompt and continue_final_message:
-        message = "continue_final_message: cannot be true together with add_generation_prompt"
-        raise RequestError(message, code="invalid_value", param="continue_final_message")
-    fields = {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-        "documents": documents,
-    }
-    return {**(given or {}), **{name: value for name, value in fields.items() if value is not None}}
-
-
-def check_messages(messages: list[Message]) -> None:
-    for index, message in enumerate(messages):
-        if message.content is None and message.role != "assistant":
-            raise RequestError(
-                f"messages.{index}.content: required in a message of role {message.role!r}",
-                param=f"messages.{index}.content",
-            )
 
 
 M = TypeVar("M", bound=Model)

@@ -8,7 +8,7 @@ from services.gateway.generation import Answer, Api, Intake
 from services.gateway.messages.answer import MessageAnswer
 from services.gateway.messages.schema import CountTokensRequest, MessagesRequest
 from services.gateway.messages.translate import NAMES, chat_request
-from services.gateway.schemas import Limits
+from services.gateway.model import Limits
 from shared.wire import SubmitText
 
 

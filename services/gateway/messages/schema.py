@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
+from services.gateway.conversation import check_count
 from services.gateway.kinds import by_type
 from services.gateway.model import Model
-from services.gateway.schemas import MAX_STOP_CHARS, MAX_STOPS, Asked, check_count
+from services.gateway.schemas import MAX_STOPS, Asked, StopString
 
 TEXT_ONLY = "this server takes text only"
 HOSTED = "this server runs no tools itself; give tools with an input_schema, and run their calls"
@@ -159,9 +160,7 @@ class CountTokensRequest(Asked):
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None = Field(
-        None, max_length=MAX_STOPS
-    )
+    stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOPS)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)

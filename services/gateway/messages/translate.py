@@ -15,7 +15,8 @@ from services.gateway.messages.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from services.gateway.schemas import ChatRequest, Limits, validate
+from services.gateway.model import Limits
+from services.gateway.schemas import ChatRequest, validate
 from shared.errors import RequestError
 
 # What a chat request's errors call a field, and its name here.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from services.gateway.calls import Call
 from services.gateway.chat import Chat
 from services.gateway.generation import Answer, Api
+from services.gateway.model import Limits
 from services.gateway.responses.answer import ResponseAnswer
 from services.gateway.responses.schema import ResponsesRequest
 from services.gateway.responses.translate import NAMES, chat_request
-from services.gateway.schemas import Limits
 from shared.wire import SubmitText
 
 

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
+from services.gateway.conversation import check_count
 from services.gateway.fields import shown
 from services.gateway.kinds import by_type, pick
 from services.gateway.model import Model, invalid
-from services.gateway.schemas import LogprobCount, Sampled, check_count
+from services.gateway.schemas import LogprobCount, Sampled
 from shared.errors import RequestError
 
 STORED = "this server stores nothing; send the whole conversation as input"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway.kinds import joined
+from services.gateway.model import Limits
 from services.gateway.responses.schema import (
     AllowedTools,
     FunctionCallItem,
@@ -14,7 +15,7 @@ from services.gateway.responses.schema import (
     ReasoningItem,
     ResponsesRequest,
 )
-from services.gateway.schemas import ChatRequest, Limits, Sampled, validate
+from services.gateway.schemas import ChatRequest, Sampled, validate
 from shared.errors import RequestError
 
 # What a chat request's errors call a field, and its name here.

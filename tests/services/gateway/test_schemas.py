@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.schemas import ChatRequest, CompletionRequest, Limits, validate
+from services.gateway.model import Limits
+from services.gateway.schemas import ChatRequest, CompletionRequest, validate
 from shared.errors import RequestError
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 
