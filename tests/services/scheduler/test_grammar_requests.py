@@ -60,7 +60,9 @@ def test_a_grammar_that_cannot_be_built_is_rejected(client: Client) -> None:
 
 
 def test_a_cancel_that_overtakes_the_building_wins(client: Client) -> None:
-    submit(client, RID + 600, 'start: "never" /[a-z]+/')
+    submit(
+        client, RID + 600, '{"grammars": [{"json_schema": {"type": "integer", "multipleOf": 99991}}]}'
+    )  # half a second
     client.send(Cancel(RID + 600))
     submit(client, RID + 601, 'start: "then" /[a-z]{3}/')  # built after it
     client.wait_for(lambda: RID + 601 in client.done)
