@@ -103,8 +103,10 @@ class Delta:
 
     @property
     def called(self) -> bool:
-        """Whether the sequence is over and asks for tools: it ended by itself and there are calls."""
-        return self.finished is not None and self.finished.reason == "stop" and self.calls > 0
+        """Whether the sequence is over and asks for tools: no string stopped it, and there are calls."""
+        if self.finished is None or self.finished.reason != "stop" or not self.calls:
+            return False
+        return not self.finished.stop_reason or self.finished.stop_reason.isdecimal()
 
 
 class Output:

@@ -16,6 +16,7 @@ from shared.grammar import GrammarSpec
 from shared.wire import ToolUse
 
 OBJECT = {"type": "object"}
+MAX_CALLS = 16  # of a demand: a small model that may repeat a call for ever does
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANYTHING = "/(?s:.*)/"
 
@@ -41,6 +42,7 @@ class _Grammar:
         self._several = use.parallel and use.choice != "function"
         self._opening = ""  # the marker before a call; the rule ``body`` is all behind it
         self._between = ""  # two calls
+        self._times = f"{{0,{MAX_CALLS - 1}}}"  # how often a further call may come
         self._rules: list[str] = []
 
     def spec(self, inside: bool) -> GrammarSpec | None:
@@ -66,7 +68,7 @@ class _Grammar:
 
     def _demand(self) -> None:
         opening = self._marker(self._opening) if self._opening else ""
-        more = f"({json.dumps(self._between)} call)*" if self._several and self._between else ""
+        more = f"({json.dumps(self._between)} call){self._times}" if self._several and self._between else ""
         self._rules += [f"answer: call {more}", f"call: {opening} body"]
 
     def _allow(self) -> None:
@@ -111,10 +113,10 @@ class _Grammar:
         if self._is_token(mistral.ARGS):
             args = self._marker(mistral.ARGS)
             named = [f"{json.dumps(one['name'])} {args} arguments_{n}" for n, one in enumerate(self._functions)]
-            more = f"({self._marker(mistral.OPEN)} called)*" if self._several else ""
+            more = f"({self._marker(mistral.OPEN)} called){self._times}" if self._several else ""
             self._rules += [f"body: called {more}", "called: " + " | ".join(named)]
         else:
-            more = '(", " object)*' if self._several else ""
+            more = f'(", " object){self._times}' if self._several else ""
             self._rules.append(f'body: "[" object {more} "]"')
             self._objects("arguments")
 

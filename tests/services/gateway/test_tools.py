@@ -113,20 +113,24 @@ def test_an_answer_that_only_calls_has_null_content(pipeline: Pipeline, client: 
 
 
 def test_finish_reasons(pipeline: Pipeline, client: httpx.Client) -> None:
-    """A call that max_tokens cut off cannot be made yet; OpenAI says ``stop`` where the client named the function."""
+    """A call that max_tokens or a stop string cut off cannot be made; a named function ends with ``stop``, as OpenAI
+    says it.
+    """
     named = {"type": "function", "function": {"name": "f"}}
-    for fields, reason, told in (
-        ({}, "length", "length"),
-        ({}, "stop", "tool_calls"),
-        ({"tool_choice": "required"}, "stop", "tool_calls"),
-        ({"tool_choice": named}, "stop", "stop"),
+    for fields, reason, stopped_by, told in (
+        ({}, "length", "", "length"),
+        ({}, "stop", "", "tool_calls"),
+        ({"stop_token_ids": [7]}, "stop", "7", "tool_calls"),
+        ({"stop": '"b'}, "stop", '"b', "stop"),
+        ({"tool_choice": "required"}, "stop", "", "tool_calls"),
+        ({"tool_choice": named}, "stop", "", "stop"),
     ):
         posted = Posted(client, "/v1/chat/completions", {**BODY, **fields})
         answer = pipeline.tokenizer.submitted()
         answer.accept()
         answer.text("f", channel=name_of(0))
         answer.text('{"a', channel=arguments_of(0))
-        answer.finish(reason)
+        answer.finish(reason, stopped_by)
         choice = posted.response().json()["choices"][0]
         assert choice["finish_reason"] == told, (fields, reason)
         assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'

@@ -83,6 +83,9 @@ def test_required_is_one_call_or_more(model: Model) -> None:
     if model.form in BETWEEN:
         two = f"{good}{BETWEEN[model.form]}{other}"
     assert model.takes(use, two) and not model.takes(alone, two)
+    if model.form in BETWEEN:
+        assert model.takes(use, BETWEEN[model.form].join([other] * 16))
+        assert not model.takes(use, BETWEEN[model.form].join([other] * 17))
 
 
 def test_a_named_function_is_called_once(model: Model) -> None:
