@@ -14,6 +14,9 @@ COMMANDS = {
     "tokenizer": ("services.tokenizer.main", "text to tokens and back"),
     "scheduler": ("services.scheduler.main", "the one owner of KV memory"),
     "worker": ("services.worker.main", "runs the model"),
+    "run-batch": ("services.offline.batch", "answer a file of requests in OpenAI's batch format"),
+    "chat": ("services.offline.chat", "talk to a model in the terminal"),
+    "complete": ("services.offline.complete", "have texts continued in the terminal"),
     "bench": ("services.worker.bench", "bench step: where the time of a step goes"),
     "fetch": ("services.fetch", "download and convert a model without serving it"),
 }

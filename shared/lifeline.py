@@ -46,6 +46,21 @@ class Lifeline:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         threading.Thread(target=self._read, args=(self._socket, on_reason), name="lifeline", daemon=True).start()
 
+    def call_at_end(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        """Calls back once the other end is closed, for a process that ends in an order of its own."""
+        if self._socket is None:
+            return
+        sock = self._socket
+        sock.setblocking(False)
+
+        def read() -> None:
+            with contextlib.suppress(BlockingIOError):
+                if not sock.recv(4096):
+                    loop.remove_reader(sock.fileno())
+                    callback()
+
+        loop.add_reader(sock.fileno(), read)
+
     def beat(self) -> None:
         """Tells the launcher that the caller's loop goes round. To be called about once a second."""
         if self._socket is not None:

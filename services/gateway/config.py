@@ -15,6 +15,7 @@ class GatewayConfig:
     index: int = options.index()
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", minimum=0, maximum=65535)
+    uds: str = option("", "listen on a Unix socket at this path instead, for this host's own programs")
     fd: int = option(-1, "listen on this inherited socket instead (the launcher's)")
     api_key: list[str] = option([], "keys clients may present as 'Authorization: Bearer KEY'; none: open", secret=True)
     admin_api_key: list[str] = option([], "keys for /internal/...; none: those of --api-key do", secret=True)

@@ -25,6 +25,7 @@ from shared.errors import ConfigError
 from shared.lifeline import Lifeline
 from shared.log import configure
 from shared.transport import Endpoint, Security, check_connectable
+from shared.unix import unix_socket
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,11 @@ def listen(config: GatewayConfig) -> socket.socket:
             return socket.socket(fileno=config.fd)
         except OSError as error:
             raise ConfigError(f"--fd {config.fd} is not a socket: {error.strerror}") from error
+    if config.uds:
+        sock = unix_socket(config.uds)
+        sock.listen(BACKLOG)
+        log.info("listening on %s", config.uds)
+        return sock
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

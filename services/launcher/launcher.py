@@ -18,7 +18,7 @@ from services.tokenizer.config import TokenizerConfig
 from services.worker.config import WorkerConfig
 from shared.config import secret_env, to_argv
 from shared.errors import ConfigError
-from shared.lifeline import BEAT_INTERVAL
+from shared.lifeline import BEAT_INTERVAL, Lifeline
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        # A program that started this server for itself alone is gone: as if it had been interrupted.
+        Lifeline().call_at_end(loop, lambda: self._on_signal(signal.SIGINT))
         started = time.monotonic()
         self._start_all()
         signalled = asyncio.create_task(self._signalled.wait())
@@ -117,15 +119,8 @@ class Launcher:
         deadline = started + self._config.launcher.start_timeout
         while time.monotonic() < deadline:
             if await _answers_ready(self._socket):
-                host, port = self._socket.getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
-                log.info(
-                    "ready in %.1f s: http://%s:%d/v1 (join with --connect %s)",
-                    time.monotonic() - started,
-                    shown,
-                    port,
-                    self._base,
-                )
+                took, where = time.monotonic() - started, _address(self._socket)
+                log.info("ready in %.1f s: %s (join with --connect %s)", took, where, self._base)
                 return True
             await asyncio.sleep(0.1)
         return False
@@ -204,12 +199,25 @@ class Launcher:
         await self._wait(self._children, INTERRUPT_GRACE)
 
 
-async def _answers_ready(sock: socket.socket) -> bool:
+def _address(sock: socket.socket) -> str:
+    """Where clients find the server."""
+    if sock.family == socket.AF_UNIX:
+        return f"/v1 on the Unix socket {sock.getsockname()}"
     host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+async def _connect(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if sock.family == socket.AF_UNIX:
+        return await asyncio.open_unix_connection(sock.getsockname())
+    host, port = sock.getsockname()[:2]
+    return await asyncio.open_connection({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
+async def _answers_ready(sock: socket.socket) -> bool:
     try:
         async with asyncio.timeout(2):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await _connect(sock)
             writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             status = await reader.readline()
             writer.close()

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import uvloop
 
@@ -20,6 +21,7 @@ from shared import models, options
 from shared.config import parse_many
 from shared.log import configure
 from shared.transport import Endpoint
+from shared.unix import unix_socket
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +41,26 @@ def main(argv: Sequence[str]) -> int:
     rundir = RunDir()
     try:
         base = config.scheduler.bind or f"ipc://{rundir.path}"
-        with listen_socket(config.gateway.host, config.gateway.port) as sock:
-            port = sock.getsockname()[1]
-            config = replace(config, gateway=replace(config.gateway, port=port))
-            code: int = uvloop.run(_run(config, sock, base))
-            return code
+        with _listen(config.gateway) as sock:
+            if sock.family != socket.AF_UNIX:
+                port = sock.getsockname()[1]
+                config = replace(config, gateway=replace(config.gateway, port=port))
+            try:
+                code: int = uvloop.run(_run(config, sock, base))
+                return code
+            finally:
+                if config.gateway.uds:
+                    Path(config.gateway.uds).unlink(missing_ok=True)
     finally:
         rundir.close()
+
+
+def _listen(config: GatewayConfig) -> socket.socket:
+    if not config.uds:
+        return listen_socket(config.host, config.port)
+    sock = unix_socket(config.uds)
+    sock.set_inheritable(True)
+    return sock
 
 
 async def _run(config: ServerConfig, sock: socket.socket, base: str) -> int:

@@ -10,6 +10,7 @@ import openai
 import pytest
 import torch
 
+from services.worker import sampler
 from services.worker.executor import Executor
 from services.worker.model_executor import ModelExecutor
 from shared.sampling import LogitRules
@@ -69,6 +70,30 @@ def test_logprobs_equal_transformers_for_prompts_and_outputs(oracle: tuple[Any, 
             assert top == pytest.approx(row[top_ids].tolist(), abs=1e-4)
             assert top == pytest.approx(row.topk(len(top)).values.tolist(), abs=1e-4)
             assert int((row > row[ids[position]] + 2e-4).sum()) < rank <= int((row > row[ids[position]] - 2e-4).sum())
+
+
+def test_logits_of_a_long_prompt_are_not_all_held_at_once(
+    oracle: tuple[Any, ModelExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 5907 and 5067: the logits of a long prompt with prompt_logprobs took more memory than there was."""
+    model, executor = oracle
+    (prompt,) = random_models.prompts(200)
+    rows = []
+    logits = executor.decoder.logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(sampler, "PROMPT_ROWS", 48)
+    monkeypatch.setattr(executor.decoder, "logits", counted)
+    simulation = OnModel(executor)
+    simulation.submit(1, prompt, 1, ignore_eos=True, prompt_logprobs=1)
+    simulation.drain()
+    assert max(rows) == 48 and sum(rows) >= 199
+    expected = logprobs_of(model, prompt)
+    told = [sampled for _, (sampled, _, _, _) in simulation.prompts[1]]
+    assert told == pytest.approx([float(expected[at, prompt[at + 1]]) for at in range(199)], abs=1e-4)
 
 
 def test_logprobs_of_named_tokens_equal_transformers(oracle: tuple[Any, ModelExecutor]) -> None:

@@ -42,7 +42,7 @@ def test_loading_a_service_loads_nothing_forbidden(service: str) -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_services_do_not_import_each_other(service: str) -> None:
-    others = [f"services.{other}" for other in SERVICES if other != service]
+    others = [f"services.{other}" for other in (*SERVICES, "offline") if other != service]
     for path in (ROOT / "services" / service).rglob("*.py"):
         for module in imports_of(path):
             foreign = [other for other in others if module == other or module.startswith(f"{other}.")]
@@ -51,6 +51,14 @@ def test_services_do_not_import_each_other(service: str) -> None:
                 raise AssertionError(f"{path.relative_to(ROOT)} imports {module}")
             if service in NO_ASYNCIO:
                 assert module.split(".")[0] != "asyncio", path
+
+
+@pytest.mark.parametrize("program", ["batch", "chat", "complete", "llm"])
+def test_programs_that_use_a_server_load_nothing_of_it(program: str) -> None:
+    script = f"import services.offline.{program}, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    forbidden = FORBIDDEN["launcher"] | {"starlette", "uvicorn"}
+    assert not {name.split(".")[0] for name in loaded.stdout.split()} & forbidden
 
 
 @pytest.mark.parametrize("package", ["shared", "kernels"])

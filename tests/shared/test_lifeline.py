@@ -78,3 +78,24 @@ def test_reasons_arrive_line_by_line_and_the_end_ends_the_process() -> None:
         assert process.stdout.readline() == "reason: second\n"
         ours.close()
         assert process.wait(5) == 1
+
+
+CALLED = """
+async def main():
+    ended = asyncio.Event()
+    line.call_at_end(asyncio.get_running_loop(), ended.set)
+    print("waiting", flush=True)
+    await ended.wait()
+    print("in order", flush=True)
+asyncio.run(main())
+"""
+
+
+def test_a_process_may_end_in_an_order_of_its_own() -> None:
+    with child(CALLED) as (process, ours):
+        assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+        ours.sendall(b"words are not the end\n")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        ours.close()
+        assert process.stdout.readline() == "in order\n" and process.wait(5) == 0

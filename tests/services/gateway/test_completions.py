@@ -105,6 +105,7 @@ def test_every_accepted_field_counts_and_objects_have_their_own_names(pipeline: 
 
 
 def test_usage_chunk_only_when_asked(pipeline: Pipeline, client: httpx.Client) -> None:
+    """It has `"choices": []`, and all other chunks `"usage": null` (ATOM 1711, ollama PR 6784)."""
     streamed = Streamed(client, "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}})
     answer = pipeline.tokenizer.submitted()
     answer.accept()

@@ -138,8 +138,47 @@ def test_typical_p_is_transformers(logits: torch.Tensor, mass: float) -> None:
         ({"allowed_token_ids": [1, 2, 3, 7, 9]}, {"top_k": 4}),
         ({"typical_p": 0.6}, {"temperature": 1.3}),
         ({"presence_penalty": -1.0}, {"min_p": 0.1}),
+        ({}, {"temperature": 0.6}),
+        ({}, {"top_k": 5}),
+        ({}, {"top_p": 0.7}),
+        ({}, {"min_p": 0.2}),
+        ({}, {"temperature": 1.5, "top_k": 8, "top_p": 0.9, "min_p": 0.05}),
+        ({"frequency_penalty": 1.2}, {}),
+        ({"repetition_penalty": 0.7}, {"top_p": 0.9}),
+        ({"min_tokens": 9, "stop_ids": [6, 7]}, {}),
+        (
+            {
+                "allowed_token_ids": [0, 1, 2, 3, 4, 5, 7, 9, 11],
+                "bad_words": [[0]],
+                "min_tokens": 9,
+                "stop_ids": [1],
+                "logit_bias_ids": [2, 9],
+                "logit_bias": [1.5, -1.0],
+                "repetition_penalty": 1.3,
+                "frequency_penalty": 0.2,
+                "presence_penalty": 0.1,
+                "typical_p": 0.95,
+            },
+            {"temperature": 1.2, "top_k": 6, "top_p": 0.95, "min_p": 0.02},
+        ),
     ],
-    ids=["plain", "penalties", "bias and bad words", "allowed", "typical", "min_p"],
+    ids=[
+        "plain",
+        "penalties",
+        "bias and bad words",
+        "allowed",
+        "typical",
+        "min_p",
+        "temperature alone",
+        "top_k alone",
+        "top_p alone",
+        "min_p alone",
+        "all filters",
+        "frequency alone",
+        "repetition below 1",
+        "min_tokens",
+        "everything",
+    ],
 )
 def test_what_is_sampled_has_the_distribution_of_a_float64_reference(
     rules: dict[str, Any], filters: dict[str, float]
@@ -159,7 +198,8 @@ def test_what_is_sampled_has_the_distribution_of_a_float64_reference(
         torch.full((draws,), 11),
         torch.arange(draws),
     )
-    expected = reference(logits[0].double().numpy(), sampling.LogitRules(**rules), filters)
+    plain = {name: value for name, value in rules.items() if name != "stop_ids"}
+    expected = reference(logits[0].double().numpy(), sampling.LogitRules(**plain), rules.get("stop_ids", []), filters)
     counts = np.bincount(ids.numpy(), minlength=vocabulary)
     possible = expected > 0
     assert counts[~possible].sum() == 0
@@ -169,13 +209,12 @@ def test_what_is_sampled_has_the_distribution_of_a_float64_reference(
     assert statistic < freedom * (1 - spread + 3.72 * spread**0.5) ** 3
 
 
-def reference(logits: Any, rules: sampling.LogitRules, filters: dict[str, float]) -> Any:
+def reference(logits: Any, rules: sampling.LogitRules, banned: list[int], filters: dict[str, float]) -> Any:
     """Probabilities after all rules and filters, written down in the order in which they apply."""
     x = logits.copy()
     if rules.allowed_token_ids:
         x[[i for i in range(len(x)) if i not in rules.allowed_token_ids]] = -np.inf
-    for word in rules.bad_words:
-        x[word[0]] = -np.inf
+    x[[*banned, *(word[0] for word in rules.bad_words)]] = -np.inf
     for id, bias in zip(rules.logit_bias_ids, rules.logit_bias, strict=True):
         x[id] += bias
     for id in {*PROMPT, *OUTPUT}:
@@ -185,8 +224,10 @@ def reference(logits: Any, rules: sampling.LogitRules, filters: dict[str, float]
     p = np.exp(x / filters.get("temperature", 1.0))
     p /= p.sum()
     if rules.typical_p < 1:
-        surprise = -np.log(p)
-        order = np.argsort(np.abs(surprise - (p * surprise).sum()))
+        possible = p > 0
+        surprise = np.full(len(p), np.inf)
+        surprise[possible] = -np.log(p[possible])
+        order = np.argsort(np.abs(surprise - (p[possible] * surprise[possible]).sum()))
         kept = order[: np.searchsorted(p[order].cumsum(), rules.typical_p) + 1]
         p = np.where(np.isin(np.arange(len(p)), kept), p, 0)
     p[p < p.max() * filters.get("min_p", 0.0)] = 0
