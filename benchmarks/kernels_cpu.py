@@ -1,6 +1,6 @@
 """CPU kernels against what torch offers and what the memory allows, as ratios measured in one run.
 
-    python benchmarks/kernels_cpu.py [--threads N] [--seconds S] [decode paging prefill linear quantized blocks]
+    python benchmarks/kernels_cpu.py [--threads N] [--seconds S] [PART ...]
 
 Every figure is the least of many repeats of each call, rivals taken in turn, so that a busy machine disturbs both
 alike. Where there is a floor, the line says whether the ratio holds it; the exit status is 1 when one does not.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import mmap
 import os
 import shutil
@@ -30,14 +31,19 @@ import torch.nn.functional as F
 
 from kernels import reference
 from kernels.cpu import CpuKernels, build, load
+from kernels.kv import quantized
 from kernels.quantized import to_int4, to_int8
+from services.scheduler.block_pool import BlockPool
 
 Call = Callable[[], object]
+Memory = Callable[[Sequence[int], int], torch.Tensor]
 
 # SmolLM2-135M, the model whose shapes are measured.
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 LINEARS = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
+VOCABULARY = 49152
 LAYERS = 8
+RESERVED = 8192  # tokens that a sequence of a mapped contiguous cache may grow to
 
 
 @dataclass
@@ -77,21 +83,17 @@ class Decode:
     lens: torch.Tensor
 
     @classmethod
-    def build(
-        cls, sequences: int, length: int, block_size: int, order: str, allocate: Callable[..., torch.Tensor]
-    ) -> Decode:
-        per_sequence = -(-length // block_size)
-        blocks = sequences * per_sequence + 1
-        kvs = [allocate((blocks, 2, KV_HEADS, block_size, HEAD_DIM)) for _ in range(LAYERS)]
-        table = {"random": random_blocks, "consecutive": consecutive_blocks, "turned over": turned_over_blocks}[order](
-            sequences, per_sequence
-        )
+    def build(cls, sequences: int, length: int, block_size: int, order: str, memory: Memory) -> Decode:
+        table = ORDERS[order](sequences, -(-length // block_size))
+        shape = (int(table.max()) + 1, 2, KV_HEADS, block_size, HEAD_DIM)
+        kvs = [memory(shape, length) for _ in range(LAYERS)]
         q = torch.randn(sequences, HEADS, HEAD_DIM).bfloat16()
         return cls(table, kvs, q, torch.full((sequences,), length, dtype=torch.int32))
 
     @property
     def bytes(self) -> int:
-        return 2 * int(self.lens.sum()) * KV_HEADS * HEAD_DIM * 2
+        kv = self.kvs[0]
+        return 2 * int(self.lens.sum()) * KV_HEADS * kv.shape[4] * kv.element_size()
 
     def calls(self, decode: Callable[..., torch.Tensor]) -> list[Call]:
         return [
@@ -135,63 +137,59 @@ def consecutive_blocks(sequences: int, per_sequence: int) -> torch.Tensor:
 
 
 def turned_over_blocks(sequences: int, per_sequence: int) -> torch.Tensor:
-    """As an allocator that takes last + 1 where it is free, else the longest free run, leaves them after ten turnovers
-    of the pool by sequences of random lengths that come and go in random order."""
+    """As the scheduler's pool gives them after ten turnovers by sequences that begin with a prompt, grow block by block
+    beside each other and end at random. A fifth of the pool is free."""
     generator = torch.Generator().manual_seed(0)
-    total = sequences * per_sequence
-    free = [True] * total
 
-    def longest_run() -> int:
-        best, begin, size, start = 0, 0, 0, 0
-        for i, is_free in enumerate([*free, False]):
-            if is_free:
-                start, size = (start, size + 1) if size else (i, 1)
-            else:
-                best, begin = max((best, begin), (size, start), key=lambda run: run[0])
-                size = 0
-        return begin
+    def random(least: int, most: int) -> int:
+        return int(torch.randint(least, most + 1, (1,), generator=generator))
 
-    def grow(blocks: list[int]) -> None:
-        follows = blocks[-1] + 1 if blocks else total
-        block = follows if follows < total and free[follows] else longest_run()
-        free[block] = False
-        blocks.append(block)
-
+    pool = BlockPool(sequences * per_sequence * 5 // 4 + 1)
     live: list[list[int]] = []
     taken = 0
-    while taken < 10 * total:
-        length = int(torch.randint(per_sequence // 4, per_sequence + 1, (1,), generator=generator))
-        while sum(free) < length:
-            for block in live.pop(int(torch.randint(len(live), (1,), generator=generator))):
-                free[block] = True
-        blocks: list[int] = []
-        for _ in range(length):
-            grow(blocks)
-        live.append(blocks)
-        taken += length
-    while len(live) > sequences or sum(free) < sum(per_sequence - len(blocks) for blocks in live):
-        for block in live.pop():
-            free[block] = True
-    while len(live) < sequences:
+
+    def grow(blocks: list[int], count: int) -> None:
+        blocks += pool.allocate(count, "sequence", "benchmark", after=blocks[-1] if blocks else 0)
+
+    def end() -> None:
+        pool.release(live.pop(random(0, len(live) - 1)), "sequence")
+
+    while taken < 10 * pool.num_usable:
+        while len(live) >= sequences or pool.num_free < per_sequence:
+            end()
         live.append([])
-    for blocks in live:
-        while len(blocks) < per_sequence:
-            grow(blocks)
-    return torch.tensor(live).int() + 1
+        grow(live[-1], random(1, per_sequence // 2))
+        for blocks in live:
+            if len(blocks) < per_sequence and pool.num_free:
+                grow(blocks, 1)
+                taken += 1
+    live += [[] for _ in range(sequences - len(live))]
+    while any(len(blocks) < per_sequence for blocks in live):
+        for blocks in live:
+            if len(blocks) < per_sequence:
+                grow(blocks, min(per_sequence - len(blocks), random(1, per_sequence // 4) if not blocks else 1))
+    return torch.tensor(live).int()
 
 
-def plain_memory(shape: Sequence[int]) -> torch.Tensor:
+ORDERS = {"random": random_blocks, "consecutive": consecutive_blocks, "turned over": turned_over_blocks}
+
+
+def plain_memory(shape: Sequence[int], length: int) -> torch.Tensor:
     return torch.randn(tuple(shape)).bfloat16()
 
 
-def mapped_memory(shape: Sequence[int]) -> torch.Tensor:
-    """Reserved address space that gets its pages when they are written, as vAttention keeps contiguous KV."""
-    elements = 1
-    for extent in shape:
-        elements *= extent
-    memory = mmap.mmap(-1, 2 * elements * 4)  # twice what is used: the reserve
+def int8_memory(shape: Sequence[int], length: int) -> torch.Tensor:
+    return quantized(torch.randn(tuple(shape)))
+
+
+def mapped_memory(shape: Sequence[int], length: int) -> torch.Tensor:
+    """Address space that gets its pages when they are written, as vAttention keeps contiguous KV: a block is all that
+    a sequence may ever hold, of which only ``length`` tokens have memory."""
+    elements = math.prod(shape)
+    memory = mmap.mmap(-1, 2 * elements, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
     tensor = torch.frombuffer(memory, dtype=torch.bfloat16, count=elements).view(tuple(shape))
-    return tensor.copy_(torch.randn(tuple(shape)))
+    tensor[..., :length, :] = torch.randn(*shape[:3], length, shape[4])
+    return tensor
 
 
 def decode(kernels: CpuKernels, report: Report) -> None:
@@ -210,6 +208,24 @@ def decode(kernels: CpuKernels, report: Report) -> None:
         report.ratio(f"{name}: share of read bandwidth", bandwidth / read, floor, f"{bandwidth:.1f} of {read:.1f} GB/s")
 
 
+def int8(kernels: CpuKernels, report: Report) -> None:
+    """Keys and values of 68 bytes a row instead of 128."""
+    for order in ("random", "turned over", "consecutive"):
+        batches = {
+            "bf16": Decode.build(32, 512, 16, order, plain_memory),
+            "int8": Decode.build(32, 512, 16, order, int8_memory),
+        }
+        us = report.race({name: batch.calls(kernels.paged_decode) for name, batch in batches.items()})
+        note = ", ".join(f"{name} {us[name]:.0f} us {batches[name].bytes / us[name] / 1e3:.1f} GB/s" for name in us)
+        name = f"int8 KV, decode, 32 x 512 tokens, cold, {order} blocks: bf16 / int8"
+        report.ratio(name, us["bf16"] / us["int8"], 1.0, note)
+    prompts = {"bf16": Prefill.build(1024, 16, "random", plain_memory)}
+    prompts["int8"] = Prefill.build(1024, 16, "random", int8_memory)
+    us = report.race({name: [lambda p=p: p.run(kernels)] for name, p in prompts.items()})  # type: ignore[misc]
+    note = ", ".join(f"{name} {us[name]:.0f} us" for name in us)
+    report.ratio("int8 KV, prefill of 1024: bf16 / int8", us["bf16"] / us["int8"], None, note)
+
+
 def paging(kernels: CpuKernels, report: Report) -> None:
     """The price of paging. PagedAttention's paper gives 20 to 26 % for its own kernel against a contiguous one."""
     length = 512
@@ -218,24 +234,24 @@ def paging(kernels: CpuKernels, report: Report) -> None:
     }
     # A block as long as the sequence is contiguous KV, walked by the same kernel.
     batches["contiguous"] = Decode.build(32, length, length, "consecutive", plain_memory)
-    batches["contiguous, mapped on demand"] = Decode.build(32, length, length, "consecutive", mapped_memory)
+    batches["contiguous, mapped on demand"] = Decode.build(32, length, RESERVED, "consecutive", mapped_memory)
     us = report.race({name: batch.calls(kernels.paged_decode) for name, batch in batches.items()})
     for name in batches:
         report.ratio(
             f"price of paging, decode: {name} / contiguous", us[name] / us["contiguous"], None, f"{us[name]:.0f} us"
         )
-    prompts = {
-        name: Prefill.build(1024, 16, order) for name, order in (("random", "random"), ("consecutive", "consecutive"))
-    }
-    prompts["contiguous"] = Prefill.build(1024, 1024, "consecutive")
-    us = report.race({name: [lambda p=p: p.run(kernels)] for name, p in prompts.items()})  # type: ignore[misc]
-    for name in prompts:
-        report.ratio(
-            f"price of paging, prefill of 1024: {name} / contiguous",
-            us[name] / us["contiguous"],
-            None,
-            f"{us[name]:.0f} us",
-        )
+    for tokens in (1024, 2048):
+        prompts = {order: Prefill.build(tokens, 16, order, plain_memory) for order in ORDERS}
+        prompts["contiguous"] = Prefill.build(tokens, tokens, "consecutive", plain_memory)
+        prompts["contiguous, mapped on demand"] = Prefill.build(tokens, RESERVED, "consecutive", mapped_memory)
+        us = report.race({name: [lambda p=p: p.run(kernels)] for name, p in prompts.items()})  # type: ignore[misc]
+        for name in prompts:
+            report.ratio(
+                f"price of paging, prefill of {tokens}: {name} / contiguous",
+                us[name] / us["contiguous"],
+                None,
+                f"{us[name]:.0f} us",
+            )
 
 
 @dataclass
@@ -247,14 +263,12 @@ class Prefill:
     lens: torch.Tensor
 
     @classmethod
-    def build(cls, tokens: int, block_size: int, order: str) -> Prefill:
-        blocks = -(-tokens // block_size)
-        table = random_blocks(1, blocks) if order == "random" else consecutive_blocks(1, blocks)
-        kv = plain_memory((blocks + 1, 2, KV_HEADS, block_size, HEAD_DIM))
+    def build(cls, tokens: int, block_size: int, order: str, memory: Memory) -> Prefill:
+        table = ORDERS[order](8, -(-tokens // block_size))  # the prompt is one of eight in its memory
+        kv = memory((int(table.max()) + 1, 2, KV_HEADS, block_size, HEAD_DIM), tokens)
         q = torch.randn(tokens, HEADS, HEAD_DIM).bfloat16()
-        return cls(
-            kv, table, q, torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
-        )
+        bounds = torch.tensor([0, tokens], dtype=torch.int32)
+        return cls(kv, table[:1], q, bounds, bounds[1:].clone())
 
     def run(self, kernels: CpuKernels) -> torch.Tensor:
         return kernels.paged_prefill(self.q, self.kv, self.table, self.bounds, self.lens, HEAD_DIM**-0.5, 0, 0.0)
@@ -262,7 +276,7 @@ class Prefill:
 
 def prefill(kernels: CpuKernels, report: Report) -> None:
     for tokens in (1024, 2048):
-        prompt = Prefill.build(tokens, 16, "random")
+        prompt = Prefill.build(tokens, 16, "random", plain_memory)
         k, v = torch.randn(2, 1, KV_HEADS, tokens, HEAD_DIM).bfloat16()
         q = prompt.q.transpose(0, 1).unsqueeze(0)
         us = report.race(
@@ -303,12 +317,12 @@ def linear(kernels: CpuKernels, report: Report) -> None:
             report.ratio(what, best[0] / us["ours"], 0.9, f"{note} of {read:.0f}")
 
 
-def quantized(kernels: CpuKernels, report: Report) -> None:
+def quantized_linear(kernels: CpuKernels, report: Report) -> None:
     """Weights of 8 and 4 bits against bf16. Two digits: inputs of 15 bits, as for a GGUF file's own blocks."""
     for name, (outputs, inputs) in LINEARS.items():
         weight = (torch.randn(outputs, inputs) * 0.02).bfloat16()
-        int8, int4 = to_int8(weight), to_int4(weight)
-        kinds = {"int8": int8, "int4": int4, "4 bits, two digits": replace(int4, digits=2)}
+        int4 = to_int4(weight)
+        kinds = {"int8": to_int8(weight), "int4": int4, "4 bits, two digits": replace(int4, digits=2)}
         for rows in (1, 8, 32, 128):
             layers = max(1, (24 if rows <= 32 else 3) * 576 * 3072 // max(outputs * inputs, 576 * 3072))
             x = torch.randn(rows, inputs).bfloat16()
@@ -366,14 +380,44 @@ def blocks(kernels: CpuKernels, report: Report) -> None:
         report.ratio(f"decode, 32 x 500 tokens, random blocks of {size}: time / best", us[str(size)] / best, None, note)
 
 
+def sampling(kernels: CpuKernels, report: Report) -> None:
+    rows = 64
+    logits = (torch.randn(rows, VOCABULARY) * 2.5).bfloat16()
+    seeds, positions = torch.arange(rows), torch.full((rows,), 100)
+    forms = {
+        "greedy": (0.0, 0, 1.0, 0.0),
+        "temperature": (0.8, 0, 1.0, 0.0),
+        "top_p": (0.8, 0, 0.95, 0.0),
+        "top_k, top_p": (0.8, 50, 0.95, 0.0),
+        "min_p": (0.8, 0, 1.0, 0.05),
+    }
+    for name, (temperature, top_k, top_p, min_p) in forms.items():
+        row = (
+            torch.full((rows,), temperature),
+            torch.full((rows,), top_k),
+            torch.full((rows,), top_p),
+            torch.full((rows,), min_p),
+        )
+        us = report.race(
+            {
+                form: [lambda sample=sample, row=row: sample(logits, *row, seeds, positions)]  # type: ignore[misc]
+                for form, sample in (("ours", kernels.sample), ("reference", reference.sample))
+            }
+        )
+        what = f"sampling, {rows} rows of {VOCABULARY} bf16 logits, {name}: the reference / ours"
+        report.ratio(what, us["reference"] / us["ours"], 1.0, f"{us['ours']:.0f} us")
+
+
 def main() -> int:
     parts = {
         "decode": decode,
+        "int8": int8,
         "paging": paging,
         "prefill": prefill,
         "linear": linear,
-        "quantized": quantized,
+        "quantized": quantized_linear,
         "blocks": blocks,
+        "sampling": sampling,
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"which of {', '.join(parts)} (default: all)")

@@ -68,8 +68,13 @@ class FusedDecoder(Protocol):
         ...
 
     def __call__(
-        self, batch: Batch, kv: Sequence[torch.Tensor], samples: torch.Tensor
+        self,
+        batch: Batch,
+        kv: Sequence[torch.Tensor],
+        samples: torch.Tensor,
+        likeliest: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Stores the batch's keys and values in ``kv`` (one a layer) and returns logits [len(samples), vocabulary] of
-        rows ``samples`` (int64) of the batch, and seconds by part."""
+        rows ``samples`` (int64) of the batch, and seconds by part. likeliest, [len(samples)] int64, gets the ids of
+        their largest logits."""
         ...

@@ -2,8 +2,9 @@
 
 ``select`` chooses one at start-up. Shapes use T tokens, S sequences, H attention heads, K key/value heads, D elements
 of a head. KV memory of one layer is ``kv [num_blocks, 2, K, block_size, D]``: a block is one contiguous piece, keys
-before values. Block 0 is zeroed padding and must stay so; every other slot outside a sequence's length may hold
-anything, NaN included.
+before values. The reference and the CPU kernels also take it in int8, with a scale behind each row (``kernels.kv``);
+what is stored is then rounded. Block 0 is zeroed padding and must stay so; every other slot outside a sequence's length
+may hold anything, NaN included.
 
 A wrong argument is a ValueError that names it. Scores, softmax, norms and sums are computed in float32.
 """
@@ -20,7 +21,9 @@ import torch.nn.functional as F
 
 from kernels import reference
 from kernels.decoder import DecoderParts, FusedDecoder, Linear
+from kernels.edits import LogitEdits, RowIds
 from kernels.errors import UnavailableError
+from kernels.kv import head_dim
 from kernels.quantized import QuantizedWeight
 
 log = logging.getLogger(__name__)
@@ -130,7 +133,14 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
 
     try:
         native = load()
-        return Kernels("cpu", native, native.linear, native.decoder, quantized_linear=native.quantized_linear)
+        return Kernels(
+            "cpu",
+            native,
+            native.linear,
+            native.decoder,
+            edited_sample=native.sample,
+            quantized_linear=native.quantized_linear,
+        )
     except UnavailableError as error:
         if backend == "cpu":
             raise
@@ -148,6 +158,7 @@ class Kernels:
         linear: Callable[[torch.Tensor, torch.Tensor | None], Linear] = torch_linear,
         decoder: Callable[[DecoderParts], FusedDecoder | None] = lambda _: None,
         check_kv: Callable[[int, int], None] = lambda block_size, head_dim: None,
+        edited_sample: Callable[..., torch.Tensor] | None = None,
         quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None, torch.dtype], Linear] | None = None,
     ) -> None:
         """quantized_linear: None where weights are dequantised instead."""
@@ -156,9 +167,15 @@ class Kernels:
         """Raises UnavailableError when the attention kernels do not take KV of this block size and head size."""
         self.decoder = decoder
         """The whole forward pass of a decoder in one call, None where there is no such thing."""
+        self._edited_sample = edited_sample
         self._backend = backend
         self._linear = linear
         self._quantized_linear = quantized_linear
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether ``sample`` takes edits."""
+        return self._edited_sample is not None
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Writes token t's key and value ``k, v [T, K, D]`` to slot ``slot_mapping[t]`` (int64) of ``kv``.
@@ -166,11 +183,11 @@ class Kernels:
         Slot s is offset ``s % block_size`` of block ``s // block_size``; -1 stores nothing. Slots must differ.
         """
         _kv(kv)
-        _shape("k", k, (len(slot_mapping), kv.shape[2], kv.shape[4]))
+        _shape("k", k, (len(slot_mapping), kv.shape[2], head_dim(kv)))
         _shape("v", v, k.shape)
         _indices("slot_mapping", slot_mapping, torch.int64)
-        _dtype("k", k, kv.dtype)
-        _dtype("v", v, kv.dtype)
+        _stored("k", k, kv)
+        _dtype("v", v, k.dtype)
         self._backend.store_kv(k, v, kv, slot_mapping)
 
     def rope_store(
@@ -188,8 +205,8 @@ class Kernels:
         _kv(kv)
         if qkv.dim() != 3 or qkv.shape[1] <= 2 * kv.shape[2]:
             raise ValueError(f"qkv has shape {tuple(qkv.shape)}: too few heads for {kv.shape[2]} of kv")
-        _shape("qkv", qkv, (len(slot_mapping), qkv.shape[1], kv.shape[4]))
-        _dtype("qkv", qkv, kv.dtype)
+        _shape("qkv", qkv, (len(slot_mapping), qkv.shape[1], head_dim(kv)))
+        _stored("qkv", qkv, kv)
         _indices("slot_mapping", slot_mapping, torch.int64)
         _rotary(cos_sin, positions, qkv)
         self._backend.rope_store(qkv, kv, cos_sin, positions, slot_mapping)
@@ -262,7 +279,7 @@ class Kernels:
         (0: unchanged). Returns [S, H, D] in q's dtype.
         """
         _attention(q, kv, block_table, seq_lens)
-        _shape("q", q, (len(seq_lens), q.shape[1], kv.shape[4]))
+        _shape("q", q, (len(seq_lens), q.shape[1], head_dim(kv)))
         return self._backend.paged_decode(q, kv, block_table, seq_lens, scale, window, softcap)
 
     def paged_prefill(
@@ -283,7 +300,7 @@ class Kernels:
         of its ``seq_lens[i]`` tokens. The rest is as in ``paged_decode``. Returns [T, H, D].
         """
         _attention(q, kv, block_table, seq_lens)
-        _shape("q", q, (len(q), q.shape[1], kv.shape[4]))
+        _shape("q", q, (len(q), q.shape[1], head_dim(kv)))
         _shape("cu_seqlens", cu_seqlens, (len(seq_lens) + 1,))
         _indices("cu_seqlens", cu_seqlens, torch.int32)
         return self._backend.paged_prefill(q, kv, block_table, cu_seqlens, seq_lens, scale, window, softcap)
@@ -325,12 +342,14 @@ class Kernels:
         min_p: torch.Tensor,
         seeds: torch.Tensor,
         positions: torch.Tensor,
+        edits: LogitEdits | None = None,
     ) -> torch.Tensor:
         """One token id per row of ``logits [S, V]``: [S] int64, a function of the row, its seed and its position alone.
 
         temperature (0 is greedy), top_p and min_p: [S] float32; top_k (0 is off), seeds and positions: [S] int64. After
         dividing by temperature, min_p drops tokens less likely than min_p times the likeliest, then top_k keeps the
-        likeliest k, then top_p the fewest of those that hold at least top_p of their probability.
+        likeliest k, then top_p the fewest of those that hold at least top_p of their probability. edits: what is done
+        to the logits first, where ``edits_logits``; the tensor itself stays as it is.
         """
         for name, values, dtype in (
             ("temperature", temperature, torch.float32),
@@ -342,12 +361,17 @@ class Kernels:
         ):
             _shape(name, values, (len(logits),))
             _dtype(name, values, dtype)
-        return self._backend.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+        if edits is None:
+            return self._backend.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+        if self._edited_sample is None:
+            raise ValueError(f"the {self.name} kernels do not edit logits")
+        _edits(edits, len(logits))
+        return self._edited_sample(logits, temperature, top_k, top_p, min_p, seeds, positions, edits)
 
 
 def _attention(q: torch.Tensor, kv: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
     _kv(kv)
-    _dtype("q", q, kv.dtype)
+    _stored("q", q, kv)
     _dtype("block_table", block_table, torch.int32)
     if block_table.shape[-1] > 1 and block_table.stride(-1) != 1:
         raise ValueError(f"block_table has stride {block_table.stride(-1)} within a row, not 1")
@@ -358,6 +382,21 @@ def _attention(q: torch.Tensor, kv: torch.Tensor, block_table: torch.Tensor, seq
         raise ValueError(f"q has shape {tuple(q.shape)}: heads must be a multiple of the {kv.shape[2]} of kv")
     if q.stride(2) != 1:
         raise ValueError(f"q has stride {q.stride(2)} within a head, not 1")
+
+
+def _edits(edits: LogitEdits, rows: int) -> None:
+    for name in ("allowed", "banned", "bias", "seen"):
+        lists: RowIds = getattr(edits, name)
+        _indices(f"{name}.bounds", lists.bounds, torch.int64)
+        _shape(f"{name}.bounds", lists.bounds, (rows + 1,))
+        _indices(f"{name}.ids", lists.ids, torch.int64)
+        if name in ("bias", "seen"):
+            if lists.values is None:
+                raise ValueError(f"{name} has no values")
+            _indices(f"{name}.values", lists.values, torch.float32)
+            _shape(f"{name}.values", lists.values, lists.ids.shape)
+    _indices("penalties", edits.penalties, torch.float32)
+    _shape("penalties", edits.penalties, (rows, 3))
 
 
 def _rotary(cos_sin: torch.Tensor, positions: torch.Tensor, x: torch.Tensor) -> None:
@@ -378,6 +417,14 @@ def _pairs(sources: torch.Tensor, destinations: torch.Tensor) -> None:
     _indices("sources", sources, torch.int64)
     _indices("destinations", destinations, torch.int64)
     _shape("destinations", destinations, sources.shape)
+
+
+def _stored(name: str, tensor: torch.Tensor, kv: torch.Tensor) -> None:
+    """What is in ``kv`` has the tensor's dtype, or is rounded."""
+    if kv.dtype != torch.int8:
+        _dtype(name, tensor, kv.dtype)
+    elif not tensor.dtype.is_floating_point:
+        raise ValueError(f"{name} is {tensor.dtype}, not of floating-point numbers")
 
 
 def _shape(name: str, tensor: torch.Tensor, wanted: tuple[int, ...] | torch.Size) -> None:

@@ -63,8 +63,8 @@ class Memory:
 
     num_blocks counts block 0, which is padding and never owned. eos_ids and vocab_size come from the model's config.
     model_digest and model_name: of its ``ModelFiles``; a tokenizer of another digest does not fit (empty: any does).
-    dtype: of weights and KV. defaults: for requests that leave sampling open. quantization: of weights, as
-    ``--quantization`` names it. All three are the same on every rank.
+    dtype, kv_cache_dtype: of weights, and of KV. defaults: for requests that leave sampling open. quantization: of
+    weights, as ``--quantization`` names it. All four are the same on every rank.
     """
 
     num_blocks: int
@@ -78,6 +78,7 @@ class Memory:
     model_name: str = ""
     dtype: str = ""
     defaults: SamplingDefaults = SamplingDefaults()
+    kv_cache_dtype: str = ""
     quantization: str = ""
 
 

@@ -11,11 +11,13 @@ import torch.nn.functional as F
 
 from kernels import reference
 from kernels.cpu import build
-from kernels.cpu.library import DTYPES, Cache, Library, Scores, sequences
+from kernels.cpu.library import DTYPES, Cache, Edits, Ids, Library, Sampling, Scores, sequences
 from kernels.cpu.linear import GROUP, PackedLinear
 from kernels.cpu.pages import Pages
 from kernels.cpu.step import Step, fuse
 from kernels.decoder import DecoderParts
+from kernels.edits import LogitEdits, RowIds
+from kernels.kv import head_dim
 from kernels.quantized import QuantizedWeight
 
 
@@ -33,11 +35,17 @@ class CpuKernels:
         self._pages = Pages()
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        if not _stores(kv):
+        if not _stores(kv, k.dtype):
             return reference.store_kv(k, v, kv, slot_mapping)
         k, v = _rows(k), _rows(v)
         self._library.store_kv(
-            byref(_cache(kv)), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slot_mapping.data_ptr(), len(k)
+            byref(_cache(kv, k.dtype)),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            slot_mapping.data_ptr(),
+            len(k),
         )
         return None
 
@@ -65,12 +73,12 @@ class CpuKernels:
         window: int,
         softcap: float,
     ) -> torch.Tensor:
-        if not _attends(kv):
+        if not _attends(kv, q.dtype):
             return reference.paged_decode(q, kv, block_table, seq_lens, scale, window, softcap)
         q = _rows(q)
         out = torch.empty(q.shape, dtype=q.dtype)
         self._library.paged_decode(
-            byref(_cache(kv)),
+            byref(_cache(kv, q.dtype)),
             byref(sequences(block_table, seq_lens)),
             byref(Scores(scale, softcap, window)),
             q.data_ptr(),
@@ -91,12 +99,12 @@ class CpuKernels:
         window: int,
         softcap: float,
     ) -> torch.Tensor:
-        if not _attends(kv):
+        if not _attends(kv, q.dtype):
             return reference.paged_prefill(q, kv, block_table, cu_seqlens, seq_lens, scale, window, softcap)
         q = _rows(q)
         out = torch.empty(q.shape, dtype=q.dtype)
         self._library.paged_prefill(
-            byref(_cache(kv)),
+            byref(_cache(kv, q.dtype)),
             byref(sequences(block_table, seq_lens)),
             byref(Scores(scale, softcap, window)),
             cu_seqlens.data_ptr(),
@@ -132,10 +140,10 @@ class CpuKernels:
     ) -> None:
         kv_heads = kv.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
-        if not _stores(kv) or not _dense_rows(qkv):
+        if not _stores(kv, qkv.dtype) or not _dense_rows(qkv):
             return reference.rope_store(qkv, kv, cos_sin, positions, slot_mapping)
         self._library.rope_store(
-            byref(_cache(kv)),
+            byref(_cache(kv, qkv.dtype)),
             qkv.data_ptr(),
             qkv.stride(0),
             cos_sin.data_ptr(),
@@ -206,10 +214,25 @@ class CpuKernels:
         min_p: torch.Tensor,
         seeds: torch.Tensor,
         positions: torch.Tensor,
+        edits: LogitEdits | None = None,
     ) -> torch.Tensor:
-        if logits.dtype in DTYPES and not bool(temperature.any()):
+        if logits.dtype not in DTYPES:
+            logits = logits.float()
+        if edits is None and not bool(temperature.any()):
             return self.argmax(logits)
-        return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        columns = [x.contiguous() for x in (temperature, top_k, top_p, min_p, seeds, positions)]
+        out = torch.empty(len(logits), dtype=torch.int64)
+        self._library.sample(
+            DTYPES[logits.dtype],
+            logits.data_ptr(),
+            logits.stride(0),
+            byref(Sampling(*(x.data_ptr() for x in columns))),
+            None if edits is None else byref(_c_edits(edits)),
+            out.data_ptr(),
+            *logits.shape,
+        )
+        return out
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Index of each row's largest of ``logits [S, V]``, the first of several: [S] int64."""
@@ -251,16 +274,25 @@ class CpuKernels:
         )
 
 
-def _attends(kv: torch.Tensor) -> bool:
-    return _stores(kv) and kv.shape[4] % 16 == 0
+def _c_edits(edits: LogitEdits) -> Edits:
+    def ids(rows: RowIds) -> Ids:
+        values = None if rows.values is None else rows.values.data_ptr()
+        return Ids(rows.bounds.data_ptr(), rows.ids.data_ptr(), values)
+
+    lists = (edits.allowed, edits.banned, edits.bias, edits.seen)
+    return Edits(*map(ids, lists), edits.penalties.data_ptr())
 
 
-def _stores(kv: torch.Tensor) -> bool:
-    return kv.dtype in DTYPES and kv.shape[3] & (kv.shape[3] - 1) == 0
+def _attends(kv: torch.Tensor, dtype: torch.dtype) -> bool:
+    return _stores(kv, dtype) and head_dim(kv) % 16 == 0
 
 
-def _cache(kv: torch.Tensor) -> Cache:
-    return Cache(kv.data_ptr(), DTYPES[kv.dtype], kv.shape[2], kv.shape[3], kv.shape[4])
+def _stores(kv: torch.Tensor, dtype: torch.dtype) -> bool:
+    return dtype in DTYPES and kv.shape[3] & (kv.shape[3] - 1) == 0
+
+
+def _cache(kv: torch.Tensor, dtype: torch.dtype) -> Cache:
+    return Cache(kv.data_ptr(), DTYPES[dtype], kv.shape[2], kv.shape[3], head_dim(kv), kv.dtype == torch.int8)
 
 
 def _dense_rows(x: torch.Tensor) -> bool:

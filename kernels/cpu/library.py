@@ -20,6 +20,7 @@ class Cache(Structure):
         ("kv_heads", c_int32),
         ("block_size", c_int32),
         ("head_dim", c_int32),
+        ("int8", c_int32),
     )
 
 
@@ -31,6 +32,27 @@ class Sequences(Structure):
 
 class Scores(Structure):
     _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32))
+
+
+class Sampling(Structure):
+    _fields_ = (
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("seeds", c_void_p),
+        ("positions", c_void_p),
+    )
+
+
+class Ids(Structure):
+    """Lists of token ids, one a row."""
+
+    _fields_ = (("bounds", c_void_p), ("ids", c_void_p), ("values", c_void_p))
+
+
+class Edits(Structure):
+    _fields_ = (("allowed", Ids), ("banned", Ids), ("bias", Ids), ("seen", Ids), ("penalties", c_void_p))
 
 
 class Quantization(Structure):
@@ -96,6 +118,7 @@ class BatchArguments(Structure):
         ("chunk_cu_seqlens", c_void_p),
         ("samples", c_void_p),
         ("sample_count", c_int64),
+        ("likeliest", c_void_p),
     )
 
 
@@ -152,7 +175,19 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "quire_step": (
         None,
-        [POINTER(DecoderArguments), POINTER(c_void_p), c_int32, POINTER(BatchArguments), c_void_p, POINTER(Times)],
+        [
+            POINTER(DecoderArguments),
+            POINTER(c_void_p),
+            c_int32,
+            c_int32,
+            POINTER(BatchArguments),
+            c_void_p,
+            POINTER(Times),
+        ],
+    ),
+    "quire_sample": (
+        None,
+        [c_int32, c_void_p, c_int64, POINTER(Sampling), POINTER(Edits), c_void_p, c_int64, c_int64],
     ),
     "quire_argmax": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
 }

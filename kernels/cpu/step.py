@@ -20,6 +20,7 @@ from kernels.cpu.library import (
 )
 from kernels.cpu.linear import PackedLinear
 from kernels.decoder import Batch, DecoderParts, LayerParts, Linear
+from kernels.kv import layer_shape
 
 
 def fuse(library: Library, parts: DecoderParts) -> Step | None:
@@ -57,12 +58,16 @@ class Step:
         )
 
     def takes(self, kv: torch.Tensor) -> bool:
-        return kv.dtype == self._dtype and kv.is_contiguous() and kv.shape[3] & (kv.shape[3] - 1) == 0
+        return kv.dtype in (self._dtype, torch.int8) and kv.is_contiguous() and kv.shape[3] & (kv.shape[3] - 1) == 0
 
     def __call__(
-        self, batch: Batch, kv: Sequence[torch.Tensor], samples: torch.Tensor
+        self,
+        batch: Batch,
+        kv: Sequence[torch.Tensor],
+        samples: torch.Tensor,
+        likeliest: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        self._check(batch, kv, samples)
+        self._check(batch, kv, samples, samples if likeliest is None else likeliest)
         logits = torch.empty((len(samples), self._vocabulary), dtype=self._dtype)
         arguments = BatchArguments(
             tokens=batch.tokens.data_ptr(),
@@ -74,15 +79,22 @@ class Step:
             chunk_cu_seqlens=batch.chunk_cu_seqlens.data_ptr(),
             samples=samples.data_ptr(),
             sample_count=len(samples),
+            likeliest=None if likeliest is None else likeliest.data_ptr(),
         )
         times = Times()
         memory = (c_void_p * len(kv))(*[layer.data_ptr() for layer in kv])
         self._library.step(
-            byref(self._decoder), memory, kv[0].shape[3], byref(arguments), logits.data_ptr(), byref(times)
+            byref(self._decoder),
+            memory,
+            kv[0].shape[3],
+            kv[0].dtype == torch.int8,
+            byref(arguments),
+            logits.data_ptr(),
+            byref(times),
         )
         return logits, {name: getattr(times, name) for name, _ in Times._fields_}
 
-    def _check(self, batch: Batch, kv: Sequence[torch.Tensor], samples: torch.Tensor) -> None:
+    def _check(self, batch: Batch, kv: Sequence[torch.Tensor], samples: torch.Tensor, likeliest: torch.Tensor) -> None:
         tokens, decodes, chunks = len(batch.tokens), len(batch.decode_lens), len(batch.chunk_lens)
         for name, tensor, dtype, shape in (
             ("tokens", batch.tokens, torch.int64, (tokens,)),
@@ -94,13 +106,16 @@ class Step:
             ("chunk_tables", batch.chunk_tables, torch.int32, (chunks, batch.chunk_tables.shape[-1])),
             ("chunk_cu_seqlens", batch.chunk_cu_seqlens, torch.int32, (chunks + 1,)),
             ("samples", samples, torch.int64, (len(samples),)),
+            ("likeliest", likeliest, torch.int64, (len(samples),)),
         ):
             if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
                 found = f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
                 raise ValueError(f"{name} is {found}; wanted is a contiguous {dtype} {shape}")
-        block = (2, self._parts.kv_heads, kv[0].shape[3], self._parts.head_dim)
-        if len(kv) != len(self._layers) or any(layer.shape[1:] != block or not self.takes(layer) for layer in kv):
-            raise ValueError(f"kv is not {len(self._layers)} contiguous {self._dtype} tensors of blocks {block}")
+        dtype = kv[0].dtype
+        block = layer_shape(1, self._parts.kv_heads, kv[0].shape[3], self._parts.head_dim, dtype)[1:]
+        fits = all(layer.shape[1:] == block and layer.dtype == dtype and self.takes(layer) for layer in kv)
+        if len(kv) != len(self._layers) or not fits:
+            raise ValueError(f"kv is not {len(self._layers)} contiguous {dtype} tensors of blocks {block}")
 
 
 def _layer(parts: LayerParts) -> LayerArguments:

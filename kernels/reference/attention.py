@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kernels.kv import dequantized
+
 # A group of decode rows is padded to its longest. Splitting costs about as much as this many padded blocks.
 _PADDING_BLOCKS = 64
 _GROUP_BLOCKS = 1024
@@ -79,16 +81,16 @@ def _decode_group(
     softcap: float,
 ) -> torch.Tensor:
     rows, heads, head_dim = q.shape
-    _, _, kv_heads, block_size, _ = kv.shape
+    _, _, kv_heads, block_size, row = kv.shape
     columns = torch.arange(width, device=q.device)
     live = columns < blocks.unsqueeze(1)
     table = block_table.gather(1, torch.where(live, columns + first.unsqueeze(1), 0).long())
     table = torch.where(live, table, 0).long()  # block 0 is zeroed padding
 
-    pieces = kv.view(-1, block_size * head_dim)  # one per (block, K or V, head)
+    pieces = kv.view(-1, block_size, row)  # one per (block, K or V, head)
     index = (table * (2 * kv_heads)).unsqueeze(1) + torch.arange(kv_heads, device=q.device).view(1, -1, 1)
-    keys = pieces.index_select(0, index.flatten()).view(rows * kv_heads, width * block_size, head_dim)
-    values = pieces.index_select(0, (index + kv_heads).flatten())
+    keys = dequantized(pieces.index_select(0, index.flatten())).view(rows * kv_heads, width * block_size, head_dim)
+    values = dequantized(pieces.index_select(0, (index + kv_heads).flatten()))
     _zero_tails(values.view(rows, kv_heads, width, block_size, head_dim), seq_lens, first, blocks)
     values = values.view(rows * kv_heads, width * block_size, head_dim)
 
@@ -139,7 +141,7 @@ def _prefill_one(
     """The last ``len(q)`` of ``length`` tokens, each attending to itself and what is before it (within ``window``)."""
     start, block_size = length - len(q), kv.shape[3]
     first = max(0, start + 1 - window) // block_size if window else 0
-    picked = kv.index_select(0, table[first : (length + block_size - 1) // block_size].long())
+    picked = dequantized(kv.index_select(0, table[first : (length + block_size - 1) // block_size].long()))
     live = length - first * block_size
     keys, values = (
         part.transpose(0, 1).reshape(part.shape[1], -1, part.shape[3])[:, :live] for part in picked.unbind(1)
@@ -151,9 +153,9 @@ def _prefill_one(
         mask = key <= query
         if window:
             mask &= key > query - window
-    queries = q.transpose(0, 1)
+    queries = q.transpose(0, 1).to(keys.dtype)
     if softcap:
-        return _capped(queries, keys, values, mask, scale, softcap).transpose(0, 1)
+        return _capped(queries, keys, values, mask, scale, softcap).transpose(0, 1).to(q.dtype)
     attended = F.scaled_dot_product_attention(
         queries.unsqueeze(0),
         keys.unsqueeze(0),
@@ -163,7 +165,7 @@ def _prefill_one(
         scale=scale,
         enable_gqa=True,
     )
-    return attended.squeeze(0).transpose(0, 1)
+    return attended.squeeze(0).transpose(0, 1).to(q.dtype)
 
 
 def _capped(

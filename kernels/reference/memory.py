@@ -1,4 +1,4 @@
-"""Writes to KV memory ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``."""
+"""Writes to KV memory, whose form ``kernels.kv`` tells."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from kernels.kv import quantized
 from kernels.reference.fused import rope
 
 
@@ -13,6 +14,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: t
     stored = (slot_mapping >= 0).nonzero().squeeze(1)
     if len(stored) < len(slot_mapping):
         k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
+    if kv.dtype == torch.int8:
+        k, v = quantized(k), quantized(v)
     block_size = kv.shape[3]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     kv[:, 0].transpose(1, 2)[blocks, offsets] = k

@@ -63,7 +63,16 @@ class Ranks:
         offers = [(rank, _memory(self._members[rank].hello)) for rank in sorted(self._members)]
         first = offers[0][1]
         for rank, offer in offers[1:]:
-            for name in ("block_size", "vocab_size", "eos_ids", "model_digest", "dtype", "defaults", "quantization"):
+            for name in (
+                "block_size",
+                "vocab_size",
+                "eos_ids",
+                "model_digest",
+                "dtype",
+                "defaults",
+                "kv_cache_dtype",
+                "quantization",
+            ):
                 if getattr(offer, name) != getattr(first, name):
                     raise ConfigError(
                         f"worker rank {rank} has {name} {getattr(offer, name)}, rank 0 {getattr(first, name)}"

@@ -15,8 +15,11 @@ class WorkerConfig:
     index: int = options.index()  # the rank
     worker: str = option("model", "'null' is a toy model on simulated memory, for tests", choices=("model", "null"))
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", "of weights, and KV", choices=("auto", "float32", "bfloat16", "float16"))
     attention_backend: str = option("auto", "the kernels", choices=("auto", "reference", "cpu", "triton"))
+    kv_cache_dtype: str = option(
+        "auto", "of KV: int8 takes about half of bfloat16's memory on CPUs, less exact", choices=("auto", "int8")
+    )
     quantization: str = option(
         "none",
         "of weights, on CPUs: int8 and int4 round them; gguf keeps a GGUF file's own blocks of 4, 5 or 8 bits",

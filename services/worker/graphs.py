@@ -34,7 +34,11 @@ class GraphedSteps:
         return True
 
     def __call__(
-        self, batch: Batch, kv: Sequence[torch.Tensor], samples: torch.Tensor
+        self,
+        batch: Batch,
+        kv: Sequence[torch.Tensor],
+        samples: torch.Tensor,
+        likeliest: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """kv: the memory that the graphs were captured with. Decode rows sample each, in their order."""
         rows = len(batch.decode_lens)
@@ -42,7 +46,10 @@ class GraphedSteps:
             hidden = self._graphs.run(batch)
         else:
             hidden = self._decoder.forward(batch, list(kv))[samples]
-        return self._decoder.logits(hidden), {}
+        logits = self._decoder.logits(hidden)
+        if likeliest is not None:
+            torch.argmax(logits, dim=-1, out=likeliest)
+        return logits, {}
 
 
 def capture_sizes(config: WorkerConfig) -> list[int]:

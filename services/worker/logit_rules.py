@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.edits import LogitEdits, RowIds
 from shared.wire import NewRow, Plan, RowRules
 
 Ints = npt.NDArray[np.int64]
@@ -147,6 +148,39 @@ class LogitRules:
         for first in range(0, len(typical), _TYPICAL_ROWS):
             self._keep_typical(logits, typical[first : first + _TYPICAL_ROWS], temperature)
         return logits
+
+    def edits(
+        self, size: int, rows: list[tuple[int, RuledRow]], positions: Ints, temperature: Floats
+    ) -> LogitEdits | None:
+        """The rules of ``rows`` in a batch of ``size``; None if one is typical_p, which looks at a whole row."""
+        if any(row.rules.typical_p < 1 and temperature[i] > 0 for i, row in rows):
+            return None
+        penalties = np.zeros((size, 3), dtype=np.float32)
+        seen: list[tuple[int, Ints]] = []
+        counts: list[Floats] = []
+        for i, row in rows:
+            if row.rules.has_penalties:
+                rules = row.rules
+                penalties[i] = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
+                seen.append((i, row.seen))
+                counts.append(row.counts)
+        banned = [(i, np.asarray(row.banned(int(positions[i])), dtype=np.int64)) for i, row in rows]
+        return LogitEdits(
+            allowed=self._row_ids(size, [(i, row.allowed) for i, row in rows]),
+            banned=self._row_ids(size, banned),
+            bias=self._row_ids(size, [(i, row.bias_ids) for i, row in rows], [row.bias for _, row in rows]),
+            seen=self._row_ids(size, seen, counts),
+            penalties=self._upload(penalties),
+        )
+
+    def _row_ids(self, size: int, ids: list[tuple[int, Ints]], values: list[Floats] | None = None) -> RowIds:
+        bounds = np.zeros(size + 1, dtype=np.int64)
+        for i, of_row in ids:
+            bounds[i + 1] = len(of_row)
+        nothing = np.empty(0, dtype=np.int64)
+        joined = self._upload(np.concatenate([nothing, *(of_row for _, of_row in ids)]))
+        with_values = None if values is None else self._upload(np.concatenate([np.empty(0, np.float32), *values]))
+        return RowIds(self._upload(np.cumsum(bounds)), joined, with_values)
 
     def _pairs(self, ids: list[tuple[int, Ints]]) -> tuple[torch.Tensor, torch.Tensor]:
         places = np.repeat(np.asarray([i for i, _ in ids], dtype=np.int64), [len(one) for _, one in ids])

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from kernels.errors import UnavailableError
+from kernels.kv import SCALE_BYTES, layer_shape, scale_elements
 from kernels.ops import Kernels, select
 from services.worker import machine
 from services.worker.config import WorkerConfig
@@ -53,6 +54,7 @@ class ModelExecutor:
         generation = GenerationConfig.load(files.folder, config.generation_config, config.override_generation_config)
         max_model_len = model.max_model_len(config.max_model_len)
         _check_kv(kernels, config, model)
+        self._kv_dtype = _kv_dtype(config.kv_cache_dtype, self._dtype, kernels, model)
         log.info(
             "%s: %s, %s on %s, quantization %s, %d threads, %s kernels",
             files.name,
@@ -67,7 +69,8 @@ class ModelExecutor:
         limits = Limits(config.max_num_seqs, 0, config.block_size, max_model_len, model.vocab_size)
         allocate = partial(self._allocate, model, config.block_size)
         trial = Trial(self.device, kernels, self._decoder, limits, config.max_num_batched_tokens, allocate)
-        bytes_per_token = 2 * model.num_kv_heads * model.head_dim * self._dtype.itemsize * model.num_layers
+        row_bytes = (model.head_dim + scale_elements(self._kv_dtype)) * self._kv_dtype.itemsize
+        bytes_per_token = 2 * model.num_kv_heads * row_bytes * model.num_layers
         bytes_per_block = bytes_per_token * config.block_size
         num_blocks = config.num_gpu_blocks_override
         if num_blocks is None:
@@ -94,11 +97,13 @@ class ModelExecutor:
             model_name=files.name,
             dtype=_name(self._dtype),
             defaults=generation.defaults,
+            kv_cache_dtype=_name(self._kv_dtype),
             quantization=config.quantization,
         )
         log.info("sampling where a request leaves it open: %s", generation.defaults)
         log.info(
-            "KV: %d bytes per token, %d blocks of %d, %.1f requests of %d tokens fit",
+            "KV: %s, %d bytes per token, %d blocks of %d, %.1f requests of %d tokens fit",
+            _name(self._kv_dtype),
             bytes_per_token,
             num_blocks,
             config.block_size,
@@ -134,9 +139,9 @@ class ModelExecutor:
 
     def _allocate(self, model: ModelConfig, block_size: int, num_blocks: int) -> list[torch.Tensor]:
         """KV memory, one tensor a layer. Only block 0 is cleared: the rest is written before it is read."""
-        shape = (num_blocks, 2, model.num_kv_heads, block_size, model.head_dim)
+        shape = layer_shape(num_blocks, model.num_kv_heads, block_size, model.head_dim, self._kv_dtype)
         try:
-            kv = [self.device.memory(shape, self._dtype) for _ in range(model.num_layers)]
+            kv = [self.device.memory(shape, self._kv_dtype) for _ in range(model.num_layers)]
         except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(f"no memory for {num_blocks} KV blocks of {block_size} tokens") from error
         for layer in kv:
@@ -175,6 +180,19 @@ def _check_kv(kernels: Kernels, config: WorkerConfig, model: ModelConfig) -> Non
         kernels.check_kv(config.block_size, model.head_dim)
     except UnavailableError as error:
         raise ConfigError(f"the {kernels.name} kernels do not run this: {error}") from error
+
+
+def _kv_dtype(wanted: str, dtype: torch.dtype, kernels: Kernels, model: ModelConfig) -> torch.dtype:
+    if wanted == "auto":
+        return dtype
+    if kernels.name == "triton":
+        raise ConfigError("--kv-cache-dtype int8 runs on CPUs only, not with the Triton kernels")
+    if model.head_dim % SCALE_BYTES:
+        raise ConfigError(
+            f"--kv-cache-dtype int8 needs a head size that is a multiple of {SCALE_BYTES}; the model's is "
+            f"{model.head_dim}"
+        )
+    return torch.int8
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -82,16 +82,19 @@ class Runner:
         started = device.mark()
         batch, samples = self._batch(step, plan), device.upload(step.sample_tokens)
         prompt_logprobs: list[FetchedLogprobs] = []
+        likeliest = None
         if self._sampler.tells_of_prompts(step):
             hidden = self._decoder.forward(batch, self.kv)
             logits, parts = self._decoder.logits(hidden[samples]), dict[str, float]()
             prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._decoder.logits, step)
         else:
-            logits, parts = self._decoder.step(batch, self.kv, samples)
+            if self._sampler.takes_likeliest(step):
+                likeliest = torch.empty_like(samples)
+            logits, parts = self._decoder.step(batch, self.kv, samples, likeliest)
         forward = device.mark()
         sampled = None
         if len(step.sample_slots):
-            sampled = self._sampler.sample(logits, step, mask)
+            sampled = self._sampler.sample(logits, step, mask, likeliest)
             self._last_token.index_copy_(0, device.upload(step.sample_slots), sampled.on_device)
         end = device.mark()
         spans |= {"forward": (started, forward), "sample": (forward, end), "total": (begin, end)}

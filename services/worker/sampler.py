@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from kernels.edits import LogitEdits
 from kernels.ops import Kernels
 from services.worker.device import Device, Mark
 from services.worker.executor import MaskSource
@@ -95,36 +96,39 @@ class Sampler:
         """Rows that leave and enter with ``plan``."""
         self._rules.change(plan)
 
-    def sample(self, logits: torch.Tensor, step: Step, mask: MaskSource) -> Sampled:
+    def takes_likeliest(self, step: Step) -> bool:
+        """Whether each of the step's sampled entries gets its likeliest token, so that logits need no look."""
+        rows, slots = self._rows, step.sample_slots
+        return not rows.temperature[slots].any() and not rows.masked[slots].any() and not self._rules.among(slots)
+
+    def sample(
+        self, logits: torch.Tensor, step: Step, mask: MaskSource, likeliest: torch.Tensor | None = None
+    ) -> Sampled:
         """One id for each row of ``logits [S, V]``, the step's sampled entries; logprobs of those that asked.
 
-        ``logits`` may be changed. An id is -1 where mask and rules together leave nothing.
-        Rows without rules pay nothing for those of others but a copy of their logits. Rules look at the tokens before,
-        so this waits for what the step before has sampled, which is there before this step's forward pass begins.
+        likeliest: their ids, where that is what each gets. ``logits`` may be changed. An id is -1 where mask and rules
+        together leave nothing. Rules look at the tokens before, so this waits for what the step before has sampled,
+        which is there before this step's forward pass begins.
         """
         rows, slots, upload = self._rows, step.sample_slots, self._device.upload
         ruled = self._rules.among(slots)
         asked = np.flatnonzero(rows.logprobs[slots] >= 0)
-        chosen, held, empty = logits, np.empty(0, dtype=np.int64), None
+        chosen, held, empty, edits = logits, np.empty(0, dtype=np.int64), None, None
         if rows.masked[slots].any() and (found := mask()) is not None:
             chosen = logits.clone() if len(asked) else logits
             held = self._masks.apply(chosen, found, slots, rows.masked)
         if ruled:
             if self._before is not None:
                 self._before.tell_rules()
-            chosen = self._rules.apply(chosen, ruled, step.sample_positions, rows.temperature[slots])
             both = np.intersect1d(held, [place for place, _ in ruled])
+            positions, temperature = step.sample_positions, rows.temperature[slots]
+            if self._kernels.edits_logits and not len(both):
+                edits = self._rules.edits(len(slots), ruled, positions, temperature)
+            if edits is None:
+                chosen = self._rules.apply(chosen, ruled, positions, temperature)
             if len(both):
                 empty = both, self._device.fetch(self._masks.fill_empty(chosen, both))
-        ids = self._kernels.sample(
-            chosen,
-            upload(rows.temperature[slots]),
-            upload(rows.top_k[slots]),
-            upload(rows.top_p[slots]),
-            upload(rows.min_p[slots]),
-            upload(rows.seed[slots]),
-            upload(step.sample_positions),
-        )
+        ids = likeliest if likeliest is not None else self._drawn(chosen, step, edits)
         logprobs = None
         if len(asked):
             places = upload(asked)
@@ -135,6 +139,19 @@ class Sampler:
         if ruled:
             self._before = sampled
         return sampled
+
+    def _drawn(self, logits: torch.Tensor, step: Step, edits: LogitEdits | None) -> torch.Tensor:
+        rows, slots, upload = self._rows, step.sample_slots, self._device.upload
+        return self._kernels.sample(
+            logits,
+            upload(rows.temperature[slots]),
+            upload(rows.top_k[slots]),
+            upload(rows.top_p[slots]),
+            upload(rows.min_p[slots]),
+            upload(rows.seed[slots]),
+            upload(step.sample_positions),
+            edits,
+        )
 
     def tells_of_prompts(self, step: Step) -> bool:
         return any(row.prompt_logprobs >= 0 for _, row in self._rules.among(step.chunk_slots))

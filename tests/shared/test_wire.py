@@ -30,7 +30,7 @@ DEFAULTS = SamplingDefaults(0.5, 0.25, 20, 0.125, 2.0, 0.5, -0.5, 64)
 MESSAGES: list[wire.Message] = [
     wire.Hello(
         1, "worker", 1, 77, "ipc:///a", 3, 42,
-        wire.Memory(100, 0, 16, 4096, 2048, 300, [0, 2], "d1", "m1", "float32", DEFAULTS, "int8"),
+        wire.Memory(100, 0, 16, 4096, 2048, 300, [0, 2], "d1", "m1", "float32", DEFAULTS, "int8", "int4"),
     ),
     wire.Welcome(77, 3, 16, 100, 2048, 300, [0, 2], "d1", "m1", DEFAULTS),
     wire.HelloRequired(77),

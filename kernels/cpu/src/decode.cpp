@@ -8,6 +8,10 @@
 // its whole group of query heads. (2) and (4) ask for the same rows of the next tile, into L2: blocks are scattered, and
 // hardware prefetchers cannot follow. They can where a block follows its predecessor, and are faster then.
 //
+// Rows of 8 bits are multiplied as integers. For (2) a query is rounded to 16 bits, with a scale of its own; the sums are
+// exact, and the scales of key and query multiply them. For (4) a tile's weights, times the scales of their values, are
+// rounded to 16 bits relative to the largest. So what is added to the rounding of memory itself is some 2^-16.
+//
 // Scores are kept in units of log2, which saves exp a multiplication.
 #include "decode.h"
 
@@ -23,11 +27,13 @@ constexpr int kTile = 64;      // most tokens of a tile
 constexpr int kLeastTile = 16;  // and fewest, but for a sequence's last
 constexpr int kMaxRows = 4;  // query heads that share one pass over a tile
 
-/// How keys meet queries: Q is what a query is kept as.
-template <class T>
+/// How keys, kept as S, meet queries: a query is kept as `row` of Q. Sum holds sums of products lane by lane.
+template <class T, class S>
 struct Product {
   using Q = float;
   using Reg = Two;
+  using Sum = V;
+  static int row(int dim) { return dim; }
   static void prepare(const T* q, Q* out, int dim) {
     int d = 0;
     for (; d + 2 * W <= dim; d += 2 * W) {
@@ -38,73 +44,132 @@ struct Product {
   }
   static Reg query(const Q* q) { return {load(q), load(q + W)}; }
   static Reg query_half(const Q* q) { return {load(q), zero()}; }
-  static Reg key(const T* k) { return load2(k); }
-  static Reg key_half(const T* k) { return {load(k), zero()}; }
+  static Reg key(const S* k) { return load2(k); }
+  static Reg key_half(const S* k) { return {load(k), zero()}; }
+  static Sum nothing() { return zero(); }
   static V dot(V acc, Reg k, Reg q) { return fma(k.b, q.b, fma(k.a, q.a, acc)); }
   static V dot_half(V acc, Reg k, Reg q) { return fma(k.a, q.a, acc); }
 };
 
 #ifdef __AVX512BF16__
 template <>
-struct Product<bf16> {
+struct Product<bf16, bf16> {
   using Q = bf16;
   using Reg = __m512i;
+  using Sum = V;
+  static int row(int dim) { return dim; }
   static void prepare(const bf16* q, Q* out, int dim) { std::copy(q, q + dim, out); }
   static Reg query(const Q* q) { return load_pairs(q); }
   static Reg query_half(const Q* q) { return load_pairs(q, W / 2); }
   static Reg key(const bf16* k) { return load_pairs(k); }
   static Reg key_half(const bf16* k) { return load_pairs(k, W / 2); }
+  static Sum nothing() { return zero(); }
   static V dot(V acc, Reg k, Reg q) { return dot_pairs(acc, k, q); }
   static V dot_half(V acc, Reg k, Reg q) { return dot_pairs(acc, k, q); }
 };
 #endif
 
-/// The rows of a tile's tokens (head 0's keys), padded to a whole vector by repeating the last.
+/// Rounds x [count], padded to whole vectors, to 16 bits; returns the scale of the integers.
 template <class T>
+inline float to_words(const T* x, int count, int16_t* out) {
+  V largest = zero();
+  for (int i = 0; i < count; i += W) largest = max(largest, abs(load(x + i)));
+  const float scale = hmax(largest) / 32767;
+  const V inverse = set1(scale > 0 ? 1 / scale : 0);
+  for (int i = 0; i < count; i += W) store_words(out + i, mul(load(x + i), inverse));
+  return scale;
+}
+
+/// A query is kept as 16-bit integers and their scale.
+template <class T>
+struct Product<T, i8> {
+  using Q = int16_t;
+  using Reg = I;
+  using Sum = I;
+  static int padded(int dim) { return (dim + 2 * W - 1) / (2 * W) * (2 * W); }
+  static int row(int dim) { return padded(dim) + int(sizeof(float) / sizeof(Q)); }
+  static void prepare(const T* q, Q* out, int dim) {
+    const float scale = to_words(q, dim, out);
+    std::fill_n(out + dim, padded(dim) - dim, Q(0));
+    std::memcpy(out + padded(dim), &scale, sizeof scale);
+  }
+  static float scale(const Q* q, int dim) {
+    float scale;
+    std::memcpy(&scale, q + padded(dim), sizeof scale);
+    return scale;
+  }
+  static Reg query(const Q* q) { return load_words(q); }
+  static Reg query_half(const Q* q) { return load_words(q); }
+  static Reg key(const i8* k) { return load_words(k); }
+  static Reg key_half(const i8* k) { return load_words_half(k); }
+  static Sum nothing() { return no_ints(); }
+  static Sum dot(Sum acc, Reg k, Reg q) { return dot_words(acc, k, q); }
+  static Sum dot_half(Sum acc, Reg k, Reg q) { return dot_words(acc, k, q); }
+};
+
+/// The rows of a tile's tokens (head 0's keys), padded to a whole vector by repeating the last.
+template <class S>
 struct Tile {
-  const T* rows[kTile];
+  const S* rows[kTile];
   int tokens = 0;
 
-  void look_up(const Cache<T>& cache, const int32_t* table, int begin, int end) {
+  void look_up(const Cache<S>& cache, const int32_t* table, int begin, int end) {
     tokens = std::max(0, end - begin);
     for (int t = 0; t < tokens; ++t) rows[t] = cache.token(table, begin + t);
     for (int t = tokens; t % W; ++t) rows[t] = rows[tokens - 1];
   }
+
+  /// x with lane i multiplied by the scale of the row of `dim` elements at rows[t + i] + offset.
+  V scaled(V x, int t, int64_t offset, int dim) const {
+    alignas(64) float scales[W];
+    for (int i = 0; i < W; ++i) scales[i] = scale_of(rows[t + i] + offset, dim);
+    return mul(x, load(scales));
+  }
 };
 
-/// Reads a row ahead of its use.
-template <class T>
-inline void prefetch(const T* row, int dim) {
-  for (int byte = 0; byte < dim * int(sizeof(T)); byte += 64)
+/// Reads `dim` elements of a row, and what may be the scale behind them, ahead of their use.
+template <class S>
+inline void prefetch(const S* row, int dim) {
+  for (int byte = 0; byte < (dim + kScaleElements<S>) * int(sizeof(S)); byte += 64)
     _mm_prefetch(reinterpret_cast<const char*>(row) + byte, _MM_HINT_T1);
 }
 
 /// scores[r][t] = q[r] . row t
-template <class T, int R, int DIM>
-void score(const typename Product<T>::Q* q, const Tile<T>& tile, int64_t offset, int dim, const Tile<T>* next,
+template <class T, class S, int R, int DIM>
+void score(const typename Product<T, S>::Q* q, const Tile<S>& tile, int64_t offset, int dim, const Tile<S>* next,
            float (*scores)[kTile]) {
-  using P = Product<T>;
+  using P = Product<T, S>;
   if (DIM) dim = DIM;
+  const int q_row = P::row(dim);
   for (int t = 0; t < tile.tokens; t += W) {
     V partial[R][W];
 #pragma GCC unroll 4
     for (int j = 0; j < W; ++j) {
-      const T* key = tile.rows[t + j] + offset;
+      const S* key = tile.rows[t + j] + offset;
       if (next && t + j < next->tokens) prefetch(next->rows[t + j] + offset, dim);
-      V acc[R];
-      for (int r = 0; r < R; ++r) acc[r] = zero();
+      typename P::Sum acc[R];
+      for (int r = 0; r < R; ++r) acc[r] = P::nothing();
       int d = 0;
       for (; d + 2 * W <= dim; d += 2 * W) {
         const auto k = P::key(key + d);
-        for (int r = 0; r < R; ++r) acc[r] = P::dot(acc[r], k, P::query(q + r * dim + d));
+        for (int r = 0; r < R; ++r) acc[r] = P::dot(acc[r], k, P::query(q + r * q_row + d));
       }
       if (d < dim) {
         const auto k = P::key_half(key + d);
-        for (int r = 0; r < R; ++r) acc[r] = P::dot_half(acc[r], k, P::query_half(q + r * dim + d));
+        for (int r = 0; r < R; ++r) acc[r] = P::dot_half(acc[r], k, P::query_half(q + r * q_row + d));
       }
-      for (int r = 0; r < R; ++r) partial[r][j] = acc[r];
+      for (int r = 0; r < R; ++r) {
+        if constexpr (kScaled<S>)
+          partial[r][j] = to_floats(acc[r]);
+        else
+          partial[r][j] = acc[r];
+      }
     }
-    for (int r = 0; r < R; ++r) store(scores[r] + t, hsums(partial[r]));
+    for (int r = 0; r < R; ++r) {
+      V sums = hsums(partial[r]);
+      if constexpr (kScaled<S>) sums = mul(tile.scaled(sums, t, offset, dim), set1(P::scale(q + r * q_row, dim)));
+      store(scores[r] + t, sums);
+    }
   }
 }
 
@@ -136,14 +201,14 @@ inline float soften(float* scores, int tokens, const QuireScores& how, float& ma
 }
 
 /// acc[r][0 .. 2 W PAIRS) = shrink[r] acc[r] + sum over t of weights[r][t] value row t, in load2's order.
-template <class T, int R, int PAIRS>
-inline void accumulate_panel(float* acc, int dim, const Tile<T>& tile, int64_t offset, const Tile<T>* next,
+template <class S, int R, int PAIRS>
+inline void accumulate_panel(float* acc, int dim, const Tile<S>& tile, int64_t offset, const Tile<S>* next,
                              const float (*weights)[kTile], const float* shrink) {
   V sum[R][2 * PAIRS];
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < 2 * PAIRS; ++i) sum[r][i] = mul(load(acc + r * dim + i * W), set1(shrink[r]));
   for (int t = 0; t < tile.tokens; ++t) {
-    const T* value = tile.rows[t] + offset;
+    const S* value = tile.rows[t] + offset;
     if (next && t < next->tokens) prefetch(next->rows[t] + offset, 2 * W * PAIRS);
     V weight[R];
     for (int r = 0; r < R; ++r) weight[r] = set1(weights[r][t]);
@@ -159,8 +224,8 @@ inline void accumulate_panel(float* acc, int dim, const Tile<T>& tile, int64_t o
     for (int i = 0; i < 2 * PAIRS; ++i) store(acc + r * dim + i * W, sum[r][i]);
 }
 
-template <class T, int R>
-inline void accumulate_half(float* acc, int dim, const Tile<T>& tile, int64_t offset, const float (*weights)[kTile],
+template <class S, int R>
+inline void accumulate_half(float* acc, int dim, const Tile<S>& tile, int64_t offset, const float (*weights)[kTile],
                             const float* shrink) {
   V sum[R];
   for (int r = 0; r < R; ++r) sum[r] = mul(load(acc + r * dim), set1(shrink[r]));
@@ -177,23 +242,77 @@ inline constexpr int panel_pairs(int rows) {
   return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 
-template <class T, int R, int DIM>
-void accumulate(float* acc, int dim, const Tile<T>& tile, int64_t offset, const Tile<T>* next,
+/// accumulate_panel of integers: rows and weights, which are `unit[r]` times what they stand for; pairs of tokens at once.
+template <int R, int PAIRS>
+inline void accumulate_words(float* acc, int dim, const Tile<i8>& tile, int64_t offset, const Tile<i8>* next,
+                             const int16_t (*weights)[kTile], const float* unit, const float* shrink) {
+  TwoInts sum[R][PAIRS];
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < PAIRS; ++i) sum[r][i] = {no_ints(), no_ints()};
+  for (int t = 0; t < tile.tokens; t += 2) {
+    const i8 *first = tile.rows[t] + offset, *second = tile.rows[t + 1] + offset;
+    if (next && t < next->tokens) {
+      prefetch(next->rows[t] + offset, 2 * W * PAIRS);
+      prefetch(next->rows[t + 1] + offset, 2 * W * PAIRS);
+    }
+    I weight[R];
+    for (int r = 0; r < R; ++r) weight[r] = broadcast_words(weights[r] + t);
+    for (int i = 0; i < PAIRS; ++i) {
+      const TwoInts x = interleave_words(load_words(first + 2 * W * i), load_words(second + 2 * W * i));
+      for (int r = 0; r < R; ++r) {
+        sum[r][i].a = dot_words(sum[r][i].a, x.a, weight[r]);
+        sum[r][i].b = dot_words(sum[r][i].b, x.b, weight[r]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < PAIRS; ++i) {
+      const Two x = ordered(sum[r][i]);
+      float* to = acc + r * dim + 2 * W * i;
+      store(to, fma(x.a, set1(unit[r]), mul(load(to), set1(shrink[r]))));
+      store(to + W, fma(x.b, set1(unit[r]), mul(load(to + W), set1(shrink[r]))));
+    }
+}
+
+/// Adds one tile's weighted values, of rows of S, to acc.
+template <int R, int DIM>
+void accumulate(float* acc, int dim, const Tile<i8>& tile, int64_t offset, const Tile<i8>* next,
+                const float (*weights)[kTile], const float* shrink) {
+  if (DIM) dim = DIM;
+  constexpr int PAIRS = DIM ? std::min(panel_pairs(R), DIM / (2 * W)) : panel_pairs(R);
+  alignas(64) float scaled[R][kTile];
+  alignas(64) int16_t words[R][kTile];
+  float unit[R];
+  for (int r = 0; r < R; ++r) {
+    for (int t = 0; t < tile.tokens; t += W)
+      store(scaled[r] + t, tile.scaled(load(weights[r] + t), t, offset, dim));
+    unit[r] = to_words(scaled[r], tile.tokens, words[r]);
+  }
+  int d = 0;
+  for (; d + 2 * W * PAIRS <= dim; d += 2 * W * PAIRS)
+    accumulate_words<R, PAIRS>(acc + d, dim, tile, offset + d, next, words, unit, shrink);
+  for (; d + 2 * W <= dim; d += 2 * W)
+    accumulate_words<R, 1>(acc + d, dim, tile, offset + d, next, words, unit, shrink);
+  if (d < dim) accumulate_half<i8, R>(acc + d, dim, tile, offset + d, scaled, shrink);
+}
+
+template <int R, int DIM, class S>
+void accumulate(float* acc, int dim, const Tile<S>& tile, int64_t offset, const Tile<S>* next,
                 const float (*weights)[kTile], const float* shrink) {
   if (DIM) dim = DIM;
   constexpr int PAIRS = DIM ? std::min(panel_pairs(R), DIM / (2 * W)) : panel_pairs(R);
   int d = 0;
   for (; d + 2 * W * PAIRS <= dim; d += 2 * W * PAIRS)
-    accumulate_panel<T, R, PAIRS>(acc + d, dim, tile, offset + d, next, weights, shrink);
+    accumulate_panel<S, R, PAIRS>(acc + d, dim, tile, offset + d, next, weights, shrink);
   for (; d + 2 * W <= dim; d += 2 * W)
-    accumulate_panel<T, R, 1>(acc + d, dim, tile, offset + d, next, weights, shrink);
-  if (d < dim) accumulate_half<T, R>(acc + d, dim, tile, offset + d, weights, shrink);
+    accumulate_panel<S, R, 1>(acc + d, dim, tile, offset + d, next, weights, shrink);
+  if (d < dim) accumulate_half<S, R>(acc + d, dim, tile, offset + d, weights, shrink);
 }
 
-/// Running results of the query heads of one item, and a tile's weights.
-template <class T>
+/// Running results of the query heads of one item, whose queries are kept as Q, and a tile's weights.
+template <class Q>
 struct State {
-  typename Product<T>::Q* q;
+  Q* q;
   float *acc, *maximum, *denominator, *shrink;
   float (*weights)[kTile];
 };
@@ -221,13 +340,13 @@ void in_passes(int row, int group, F f) {
   }
 }
 
-/// Writes acc (in load2's order) times `factor` as T.
-template <class T>
+/// Writes acc (in the order of load2 of S) times `factor` as T.
+template <class S, class T>
 void finish(const float* acc, float factor, int dim, T* out) {
   int d = 0;
-  for (; d + 2 * W <= dim; d += 2 * W)
+  for (; !kScaled<S> && d + 2 * W <= dim; d += 2 * W)
     store2(out + d, {mul(load(acc + d), set1(factor)), mul(load(acc + d + W), set1(factor))});
-  if (d < dim) store(out + d, mul(load(acc + d), set1(factor)));
+  for (; d < dim; d += W) store(out + d, mul(load(acc + d), set1(factor)));
 }
 
 }  // namespace
@@ -259,8 +378,8 @@ DecodePlan::DecodePlan(const QuireSequences& sequences, int window_, int kv_head
                    [](const DecodeItem& a, const DecodeItem& b) { return a.end - a.begin > b.end - b.begin; });
 }
 
-template <class T>
-void Decode<T>::run(const DecodeItem& item) const {
+template <class T, class S>
+void Decode<T, S>::run(const DecodeItem& item) const {
   switch (dim_) {
     case 64:
       return run<64>(item);
@@ -272,66 +391,67 @@ void Decode<T>::run(const DecodeItem& item) const {
 }
 
 /// Whether a head's values are read in one pass over whole rows, so that a block is read from end to end.
-template <class T>
-bool Decode<T>::reads_in_order() const {
+template <class T, class S>
+bool Decode<T, S>::reads_in_order() const {
   const int passes = (group_ + kMaxRows - 1) / kMaxRows, rows = (group_ + passes - 1) / passes;
   return passes == 1 && dim_ <= 2 * W * panel_pairs(rows);
 }
 
-template <class T>
+template <class T, class S>
 template <int DIM>
-void Decode<T>::run(const DecodeItem& item) const {
-  using Q = typename Product<T>::Q;
+void Decode<T, S>::run(const DecodeItem& item) const {
+  using Q = typename Product<T, S>::Q;
   const int rows = (item.head_end - item.head) * group_, first = item.head * group_;
-  Arena arena(scratch<kThread>(Arena::bytes<Q>(rows * dim_) + Arena::bytes<float>(rows * dim_) +
+  const int q_row = Product<T, S>::row(dim_);
+  Arena arena(scratch<kThread>(Arena::bytes<Q>(rows * q_row) + Arena::bytes<float>(rows * dim_) +
                                3 * Arena::bytes<float>(rows) + Arena::bytes<float>(rows * kTile)));
-  State<T> state;
-  state.q = arena.take<Q>(rows * dim_);
+  State<Q> state;
+  state.q = arena.take<Q>(rows * q_row);
   state.acc = arena.take<float>(rows * dim_);
   state.maximum = arena.take<float>(rows);
   state.denominator = arena.take<float>(rows);
   state.shrink = arena.take<float>(rows);
   state.weights = reinterpret_cast<float(*)[kTile]>(arena.take<float>(rows * kTile));
   for (int r = 0; r < rows; ++r)
-    Product<T>::prepare(q_ + item.sequence * q_stride_ + (first + r) * dim_, state.q + r * dim_, dim_);
+    Product<T, S>::prepare(q_ + item.sequence * q_stride_ + (first + r) * dim_, state.q + r * q_row, dim_);
   std::fill_n(state.acc, rows * dim_, 0.f);
   std::fill_n(state.maximum, rows, -kInf);
   std::fill_n(state.denominator, rows, 0.f);
 
   const int32_t* table = sequences_.block_table + item.sequence * sequences_.table_stride;
   const int block = cache_.mask + 1, size = std::clamp(block, kLeastTile, kTile);
-  const auto look_up = [&](Tile<T>& tile, int begin) {
+  const auto look_up = [&](Tile<S>& tile, int begin) {
     tile.look_up(cache_, table, begin, std::min(begin + size, item.end));
   };
-  Tile<T> tiles[2];
+  Tile<S> tiles[2];
   look_up(tiles[0], item.begin);
   for (int begin = item.begin, i = 0; begin < item.end; begin += size, i ^= 1) {
-    const Tile<T>& tile = tiles[i];
-    Tile<T>& next = tiles[i ^ 1];
+    const Tile<S>& tile = tiles[i];
+    Tile<S>& next = tiles[i ^ 1];
     look_up(next, begin + size);
     const bool follows = next.tokens > 0 && size == block && reads_in_order() &&
                          next.rows[0] - tile.rows[0] == cache_.block_stride;
-    const Tile<T>* ahead = next.tokens > 0 && !follows ? &next : nullptr;
+    const Tile<S>* ahead = next.tokens > 0 && !follows ? &next : nullptr;
     // All heads' keys, then all heads' values: that is how they lie in a block.
     for (int head = 0, row = 0; row < rows; ++head, row += group_)
       in_passes(row, group_, [&, ahead = ahead]<int R>(int r) mutable {
-        score<T, R, DIM>(state.q + r * dim_, tile, (item.head + head) * cache_.head_stride, dim_, ahead,
-                         state.weights + r);
+        score<T, S, R, DIM>(state.q + r * q_row, tile, (item.head + head) * cache_.head_stride, dim_, ahead,
+                            state.weights + r);
         ahead = nullptr;  // the first pass has asked for the rows
       });
     for (int r = 0; r < rows; ++r)
       state.shrink[r] = soften(state.weights[r], tile.tokens, how_, state.maximum[r], state.denominator[r]);
     for (int head = 0, row = 0; row < rows; ++head, row += group_)
       in_passes(row, group_, [&, ahead = ahead]<int R>(int r) mutable {
-        accumulate<T, R, DIM>(state.acc + r * dim_, dim_, tile,
-                              cache_.values + (item.head + head) * cache_.head_stride, ahead, state.weights + r,
-                              state.shrink + r);
+        accumulate<R, DIM>(state.acc + r * dim_, dim_, tile,
+                           cache_.values + (item.head + head) * cache_.head_stride, ahead, state.weights + r,
+                           state.shrink + r);
         ahead = nullptr;
       });
   }
   for (int r = 0; r < rows; ++r) {
     if (item.partial < 0) {
-      finish(state.acc + r * dim_, 1 / state.denominator[r], dim_, output(item.sequence, first + r));
+      finish<S>(state.acc + r * dim_, 1 / state.denominator[r], dim_, output(item.sequence, first + r));
       continue;
     }
     float* p = partial(item.partial, first + r);
@@ -341,8 +461,8 @@ void Decode<T>::run(const DecodeItem& item) const {
   }
 }
 
-template <class T>
-void Decode<T>::merge(const DecodeItem& chunks, int head) const {
+template <class T, class S>
+void Decode<T, S>::merge(const DecodeItem& chunks, int head) const {
   const int count = chunks.end - chunks.begin;
   float maximum = -kInf, denominator = 0;
   for (int i = 0; i < count; ++i) maximum = std::max(maximum, partial(chunks.partial + i, head)[dim_]);
@@ -356,12 +476,15 @@ void Decode<T>::merge(const DecodeItem& chunks, int head) const {
       store(sum + d, i ? add(load(sum + d), scaled) : scaled);
     }
   }
-  finish(sum, 1 / denominator, dim_, output(chunks.sequence, head));
+  finish<S>(sum, 1 / denominator, dim_, output(chunks.sequence, head));
 }
 
 template class Decode<float>;
 template class Decode<bf16>;
 template class Decode<f16>;
+template class Decode<float, i8>;
+template class Decode<bf16, i8>;
+template class Decode<f16, i8>;
 
 }  // namespace quire
 
@@ -369,13 +492,14 @@ using namespace quire;
 
 void quire_paged_decode(const QuireCache* cache, const QuireSequences* sequences, const QuireScores* scores,
                         const void* q, int64_t q_stride, void* out, int32_t heads) {
-  by_dtype(cache->dtype, [&](auto type) {
+  by_cache(*cache, [&](auto type, auto stored) {
     using T = typename decltype(type)::type;
+    using S = typename decltype(stored)::type;
     const DecodePlan plan(*sequences, scores->window, cache->kv_heads, omp_get_max_threads());
     float* partials = static_cast<float*>(
         scratch<kShared>(plan.partial_floats(heads, cache->head_dim) * sizeof(float)));
-    const Decode<T> decode(*cache, *sequences, *scores, static_cast<const T*>(q), q_stride, static_cast<T*>(out),
-                           heads, partials);
+    const Decode<T, S> decode(*cache, *sequences, *scores, static_cast<const T*>(q), q_stride, static_cast<T*>(out),
+                              heads, partials);
     decode.clear_empty();
     Team::run(omp_get_max_threads(), [&](Team& team) {
       team.for_each(int64_t(plan.items.size()), [&](int64_t i) { decode.run(plan.items[i]); });

@@ -28,7 +28,8 @@ struct DecodePlan {
   size_t partial_floats(int heads, int head_dim) const { return size_t(partials) * heads * (head_dim + 2); }
 };
 
-template <class T>
+/// Queries and results are T, keys and values are kept as S.
+template <class T, class S = T>
 class Decode {
  public:
   /// partials: memory of DecodePlan::partial_floats, shared by all threads.
@@ -68,7 +69,7 @@ class Decode {
   float* partial(int index, int head) const { return partials_ + (int64_t(index) * heads_ + head) * (dim_ + 2); }
   T* output(int sequence, int head) const { return out_ + (int64_t(sequence) * heads_ + head) * dim_; }
 
-  const Cache<T> cache_;
+  const Cache<S> cache_;
   const QuireSequences& sequences_;
   const QuireScores how_;
   const T* q_;

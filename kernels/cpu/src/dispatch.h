@@ -23,4 +23,15 @@ inline void by_dtype(int32_t dtype, F f) {
   }
 }
 
+/// Calls f(Type<T>{}, Type<S>{}) with the T of keys, values and queries, and the S that `cache` keeps them as.
+template <class F>
+inline void by_cache(const QuireCache& cache, F f) {
+  by_dtype(cache.dtype, [&](auto type) {
+    if (cache.int8)
+      f(type, Type<i8>{});
+    else
+      f(type, type);
+  });
+}
+
 }  // namespace quire

@@ -57,9 +57,9 @@ void quire_rope(int32_t dtype, void* x, int64_t stride, const float* cos_sin, co
 void quire_rope_store(const QuireCache* cache, void* qkv, int64_t stride, const float* cos_sin,
                       const int64_t* positions, const int64_t* slots, int64_t tokens, int32_t heads,
                       const void* q_norm, const void* k_norm, float eps) {
-  by_dtype(cache->dtype, [&](auto type) {
+  by_cache(*cache, [&](auto type, auto stored) {
     using T = typename decltype(type)::type;
-    const Cache<T> memory(*cache);
+    const Cache<typename decltype(stored)::type> memory(*cache);
 #pragma omp parallel for if (tokens * (heads + 2 * memory.kv_heads) * memory.head_dim >= kParallel)
     for (int64_t t = 0; t < tokens; ++t)
       rope_store(memory, static_cast<T*>(qkv) + t * stride, cos_sin, positions[t], slots[t], heads,

@@ -10,10 +10,11 @@ extern "C" {
 
 enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-/// KV memory of one layer, [num_blocks, 2, kv_heads, block_size, head_dim]. block_size is a power of two.
+/// KV memory of one layer, [num_blocks, 2, kv_heads, block_size, head_dim]. block_size is a power of two. dtype: of
+/// keys, values and queries. int8: rows are head_dim bytes and a float, their scale, which the bytes are multiples of.
 struct QuireCache {
   void* data;
-  int32_t dtype, kv_heads, block_size, head_dim;
+  int32_t dtype, kv_heads, block_size, head_dim, int8;
 };
 
 /// What a batch's sequences hold: rows of block_table [sequences, table_stride] and their lengths in tokens.
@@ -111,7 +112,7 @@ struct QuireDecoder {
 };
 
 /// The tokens of one step: one for each sequence of decodes, then those of chunks. samples: the rows whose logits are
-/// wanted.
+/// wanted. likeliest: where the ids of their largest logits go, or null.
 struct QuireBatch {
   const int64_t *tokens, *positions, *slots;
   int64_t count;
@@ -119,6 +120,7 @@ struct QuireBatch {
   const int32_t* chunk_cu_seqlens;
   const int64_t* samples;
   int64_t sample_count;
+  int64_t* likeliest;
 };
 
 /// Seconds of a step by part: linear layers, attention, all else of the layers, and the logits.
@@ -126,10 +128,36 @@ struct QuireTimes {
   double linear, attention, other, head;
 };
 
-/// A whole forward pass: stores keys and values in kv (one pointer a layer, memory of blocks of block_size) and writes
-/// logits [sample_count, vocabulary].
-QUIRE_API void quire_step(const QuireDecoder* decoder, void* const* kv, int32_t block_size, const QuireBatch* batch,
-                void* logits, QuireTimes* times);
+/// A whole forward pass: stores keys and values in kv (one pointer a layer, memory of blocks of block_size; int8 as in
+/// QuireCache) and writes logits [sample_count, vocabulary].
+QUIRE_API void quire_step(const QuireDecoder* decoder, void* const* kv, int32_t block_size, int32_t int8,
+                const QuireBatch* batch, void* logits, QuireTimes* times);
+
+/// How each row is sampled, as in kernels.ops.
+struct QuireSampling {
+  const float* temperature;
+  const int64_t* top_k;
+  const float *top_p, *min_p;
+  const int64_t *seeds, *positions;
+};
+
+/// Lists of token ids, row r's being ids[bounds[r]] .. ids[bounds[r + 1] - 1]; values beside them where they have any.
+struct QuireIds {
+  const int64_t *bounds, *ids;
+  const float* values;
+};
+
+/// What is done to logits first, in this order: all but `allowed` are banned (rows with none allow all), `banned` are,
+/// `bias` is added, and the tokens `seen`, whose values are how often, get the row's penalties [rows, 3]: repetition,
+/// frequency, presence.
+struct QuireEdits {
+  QuireIds allowed, banned, bias, seen;
+  const float* penalties;
+};
+
+/// The token drawn for each row of logits [rows, columns]. edits: null where there are none.
+QUIRE_API void quire_sample(int32_t dtype, const void* logits, int64_t stride, const QuireSampling* how,
+                  const QuireEdits* edits, int64_t* out, int64_t rows, int64_t columns);
 
 /// Index of each row's largest logit, the first of several.
 QUIRE_API void quire_argmax(int32_t dtype, const void* logits, int64_t stride, int64_t* out, int64_t rows, int64_t columns);

@@ -1,19 +1,13 @@
-// Moving keys, values and blocks: copies of whole rows, whatever their type.
-#include "memory.h"
-
+// Moving keys, values and blocks.
 #include <cstring>
+
+#include "dispatch.h"
+#include "rows.h"
 
 namespace quire {
 namespace {
 
 constexpr int64_t kParallelBytes = 1 << 16;
-
-/// A row of `head_dim` elements is copied as bytes: Cache<char> with the row's size as its head_dim.
-QuireCache as_bytes(const QuireCache& cache) {
-  QuireCache bytes = cache;
-  bytes.head_dim *= cache.dtype == kFloat32 ? 4 : 2;
-  return bytes;
-}
 
 }  // namespace
 }  // namespace quire
@@ -22,19 +16,21 @@ using namespace quire;
 
 void quire_store_kv(const QuireCache* cache, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
                     const int64_t* slots, int64_t tokens) {
-  const Cache<char> memory(as_bytes(*cache));
-  const int64_t row = memory.head_dim, element = row / cache->head_dim;
-#pragma omp parallel for if (tokens * memory.kv_heads * row >= kParallelBytes)
-  for (int64_t t = 0; t < tokens; ++t) {
-    if (slots[t] < 0) continue;
-    char* slot = memory.slot(slots[t]);
-    const char* key = static_cast<const char*>(k) + t * k_stride * element;
-    const char* value = static_cast<const char*>(v) + t * v_stride * element;
-    for (int head = 0; head < memory.kv_heads; ++head) {
-      std::memcpy(slot + head * memory.head_stride, key + head * row, row);
-      std::memcpy(slot + memory.values + head * memory.head_stride, value + head * row, row);
+  by_cache(*cache, [&](auto type, auto stored) {
+    using T = typename decltype(type)::type;
+    const Cache<typename decltype(stored)::type> memory(*cache);
+    const int dim = memory.head_dim;
+#pragma omp parallel for if (tokens * memory.kv_heads * dim * int64_t(sizeof(T)) >= kParallelBytes)
+    for (int64_t t = 0; t < tokens; ++t) {
+      if (slots[t] < 0) continue;
+      auto* slot = memory.slot(slots[t]);
+      for (int head = 0; head < memory.kv_heads; ++head) {
+        store_row(static_cast<const T*>(k) + t * k_stride + head * dim, dim, slot + head * memory.head_stride);
+        store_row(static_cast<const T*>(v) + t * v_stride + head * dim, dim,
+                  slot + memory.values + head * memory.head_stride);
+      }
     }
-  }
+  });
 }
 
 void quire_copy_blocks(const void* source, void* target, int64_t bytes, const int64_t* from, const int64_t* to,

@@ -6,6 +6,8 @@
 // (3) their running maximum and denominator, (4) their weighted values as a second product. Positions of key tiles do
 // not depend on the batch or on how a prompt is cut, so neither do a row's bits.
 //
+// Rows of 8 bits are packed without their scales, which multiply a token's scores, and its weights before (4).
+//
 // With AVX512-BF16, bf16 keys, values and (rounded) weights are multiplied as pairs; elsewhere all are floats.
 #include "prefill.h"
 
@@ -94,6 +96,20 @@ struct Packing<bf16> {
 };
 #endif
 
+/// Rows of T with the whole numbers that scaled rows hold, in memory that the next call reuses; and the scales.
+template <class T>
+const T* const* unscaled(const i8* const* rows, int64_t offset, int tokens, int dim, float* scales) {
+  Arena arena(scratch<kUnscaled>(Arena::bytes<const T*>(kKeys) + Arena::bytes<T>(size_t(kKeys) * dim)));
+  const T** plain = arena.take<const T*>(kKeys);
+  T* to = arena.take<T>(size_t(kKeys) * dim);
+  for (int t = 0; t < tokens; ++t, to += dim) {
+    plain[t] = rows[t] ? to : nullptr;
+    scales[t] = rows[t] ? scale_of(rows[t] + offset, dim) : 0;
+    for (int d = 0; rows[t] && d < dim; d += W) store(to + d, load(rows[t] + offset + d));
+  }
+  return plain;
+}
+
 }  // namespace
 
 PrefillPlan::PrefillPlan(const QuireSequences& sequences, const int32_t* cu_seqlens, int window_, int heads,
@@ -118,8 +134,8 @@ PrefillPlan::PrefillPlan(const QuireSequences& sequences, const int32_t* cu_seql
   std::stable_sort(items.begin(), items.end(), [](const PrefillItem& a, const PrefillItem& b) { return a.cost > b.cost; });
 }
 
-template <class T>
-void Prefill<T>::run(const PrefillItem& item) const {
+template <class T, class S>
+void Prefill<T, S>::run(const PrefillItem& item) const {
   const int rows = item.tokens * group_, entries = dim_ / Packing<T>::kElements;
   const int position = sequences_.seq_lens[item.sequence] - new_tokens(item.sequence) + item.token;
   const int64_t first_token = cu_seqlens_[item.sequence] + item.token;
@@ -127,10 +143,10 @@ void Prefill<T>::run(const PrefillItem& item) const {
 
   const size_t packed = size_t(kKeys) * padded_;
   Arena arena(scratch<kThread>(Arena::bytes<E>(size_t(rows) * entries) + 2 * Arena::bytes<E>(packed) +
-                               Arena::bytes<float>(size_t(rows) * padded_) + 2 * Arena::bytes<float>(rows)));
+                               Arena::bytes<float>(size_t(rows) * padded_) + 2 * Arena::bytes<float>(rows) +
+                               2 * Arena::bytes<float>(kKeys)));
   E* q = arena.take<E>(size_t(rows) * entries);
-  E* keys = arena.take<E>(packed);
-  E* values = arena.take<E>(packed);
+  Tile tile{arena.take<E>(packed), arena.take<E>(packed), arena.take<float>(kKeys), arena.take<float>(kKeys)};
   float* acc = arena.take<float>(size_t(rows) * padded_);
   float* maximum = arena.take<float>(rows);
   float* denominator = arena.take<float>(rows);
@@ -144,16 +160,15 @@ void Prefill<T>::run(const PrefillItem& item) const {
   const int begin = first_key(position), end = position + item.tokens;
   for (int base = begin / kKeys * kKeys; base < end; base += kKeys) {
     const int tokens = std::min(kKeys, end - base), padded = (tokens + kPanel - 1) / kPanel * kPanel;
-    const T* looked_up[kKeys];
+    const S* looked_up[kKeys];
     for (int t = 0; t < padded; ++t)
       looked_up[t] = t < tokens && base + t >= begin ? cache_.token(table, base + t) : nullptr;
-    Packing<T>::keys(looked_up, item.head * cache_.head_stride, padded, dim_, keys);
-    Packing<T>::values(looked_up, cache_.values + item.head * cache_.head_stride, padded, dim_, values);
+    pack(looked_up, item.head, padded, tile);
     in_tiles(rows, [&](int row, int size) {
       const int last = position + (row + size - 1) / group_;  // the last query's position: no key after it matters
       if (last < base) return;
       by_rows(size, [&]<int ROWS>() {
-        attend<ROWS>(q + row * entries, keys, values, acc + row * padded_, maximum + row, denominator + row, base,
+        attend<ROWS>(q + row * entries, tile, acc + row * padded_, maximum + row, denominator + row, base,
                      std::min(tokens, last + 1 - base), position, row);
       });
     });
@@ -165,38 +180,52 @@ void Prefill<T>::run(const PrefillItem& item) const {
   }
 }
 
+/// Packs one head's keys and values of the tokens with these rows (null: not to be read).
+template <class T, class S>
+void Prefill<T, S>::pack(const S* const* rows, int head, int tokens, Tile& tile) const {
+  const int64_t keys = head * cache_.head_stride, values = cache_.values + keys;
+  if constexpr (kScaled<S>) {
+    Packing<T>::keys(unscaled<T>(rows, keys, tokens, dim_, tile.key_scales), 0, tokens, dim_, tile.keys);
+    Packing<T>::values(unscaled<T>(rows, values, tokens, dim_, tile.value_scales), 0, tokens, dim_, tile.values);
+  } else {
+    Packing<T>::keys(rows, keys, tokens, dim_, tile.keys);
+    Packing<T>::values(rows, values, tokens, dim_, tile.values);
+  }
+}
+
 /// ROWS rows of a tile against `tokens` keys that begin at position `base`.
-template <class T>
+template <class T, class S>
 template <int ROWS>
-void Prefill<T>::attend(const E* q, const E* keys, const E* values, float* acc, float* maximum, float* denominator,
-                        int base, int tokens, int position, int row) const {
+void Prefill<T, S>::attend(const E* q, const Tile& tile, float* acc, float* maximum, float* denominator, int base,
+                           int tokens, int position, int row) const {
   alignas(64) float scores[ROWS][kKeys];
   alignas(64) E weights[ROWS][kKeys / Packing<T>::kElements];
   const int entries = dim_ / Packing<T>::kElements, vectors = (tokens + W - 1) / W;
   int v = 0;
   for (; v + kTileVectors <= vectors; v += kTileVectors)
-    score<ROWS, kTileVectors>(q, keys + v * W * entries, entries, &scores[0][v * W]);
-  for (; v < vectors; v += 2) score<ROWS, 2>(q, keys + v * W * entries, entries, &scores[0][v * W]);
+    score<ROWS, kTileVectors>(q, tile.keys + v * W * entries, entries, &scores[0][v * W]);
+  for (; v < vectors; v += 2) score<ROWS, 2>(q, tile.keys + v * W * entries, entries, &scores[0][v * W]);
 
   float shrink[ROWS];
   for (int i = 0; i < ROWS; ++i) {
     const int at = position + (row + i) / group_;
     const int first = std::max(0, first_key(at) - base), last = std::min(tokens, at + 1 - base);
-    shrink[i] = soften(scores[i], first, last, vectors, maximum[i], denominator[i], weights[i]);
+    shrink[i] = soften(scores[i], tile, first, last, vectors, maximum[i], denominator[i], weights[i]);
   }
 
   const int steps = (vectors * W + Packing<T>::kElements - 1) / Packing<T>::kElements;
   const int columns = padded_ / W;
   int c = 0;
   for (; c + kTileVectors <= columns; c += kTileVectors)
-    accumulate<ROWS, kTileVectors>(weights[0], values + c * W * (kKeys / Packing<T>::kElements), steps, acc + c * W, shrink);
+    accumulate<ROWS, kTileVectors>(weights[0], tile.values + c * W * (kKeys / Packing<T>::kElements), steps,
+                                   acc + c * W, shrink);
   for (; c < columns; c += 2)
-    accumulate<ROWS, 2>(weights[0], values + c * W * (kKeys / Packing<T>::kElements), steps, acc + c * W, shrink);
+    accumulate<ROWS, 2>(weights[0], tile.values + c * W * (kKeys / Packing<T>::kElements), steps, acc + c * W, shrink);
 }
 
-template <class T>
+template <class T, class S>
 template <int ROWS, int VECTORS>
-void Prefill<T>::score(const E* q, const E* keys, int entries, float* scores) {
+void Prefill<T, S>::score(const E* q, const E* keys, int entries, float* scores) {
   V c[ROWS][VECTORS];
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < VECTORS; ++j) c[i][j] = zero();
@@ -207,14 +236,15 @@ void Prefill<T>::score(const E* q, const E* keys, int entries, float* scores) {
 
 /// Weights of one row's keys first .. last - 1 relative to its running maximum; 0 for the others. Returns what
 /// earlier sums must be multiplied by.
-template <class T>
-float Prefill<T>::soften(float* scores, int first, int last, int vectors, float& maximum, float& denominator,
-                         E* weights) const {
+template <class T, class S>
+float Prefill<T, S>::soften(float* scores, const Tile& tile, int first, int last, int vectors, float& maximum,
+                            float& denominator, E* weights) const {
   const bool whole = first <= 0 && last >= vectors * W;
   const V scale = set1(how_.softcap > 0 ? how_.scale / how_.softcap : how_.scale * kLog2e);
   V highest = set1(-kInf);
   for (int v = 0; v < vectors; ++v) {
     V s = mul(load(scores + v * W), scale);
+    if constexpr (kScaled<S>) s = mul(s, load(tile.key_scales + v * W));
     if (how_.softcap > 0) s = mul(tanh(s), set1(how_.softcap * kLog2e));
     if (!whole) s = keep(s, first - v * W, last - v * W, -kInf);
     store(scores + v * W, s);
@@ -225,18 +255,19 @@ float Prefill<T>::soften(float* scores, int first, int last, int vectors, float&
   const V offset = set1(raised == -kInf ? 0.f : raised);
   V sum = zero();
   for (int v = 0; v < vectors; ++v) {
-    const V weight = exp2(sub(load(scores + v * W), offset));
-    Packing<T>::weights(weight, weights + v * W / Packing<T>::kElements);
+    V weight = exp2(sub(load(scores + v * W), offset));
     sum = add(sum, weight);
+    if constexpr (kScaled<S>) weight = mul(weight, load(tile.value_scales + v * W));
+    Packing<T>::weights(weight, weights + v * W / Packing<T>::kElements);
   }
   maximum = raised;
   denominator = denominator * shrink + hsum(sum);
   return shrink;
 }
 
-template <class T>
+template <class T, class S>
 template <int ROWS, int VECTORS>
-void Prefill<T>::accumulate(const E* weights, const E* values, int steps, float* acc, const float* shrink) const {
+void Prefill<T, S>::accumulate(const E* weights, const E* values, int steps, float* acc, const float* shrink) const {
   constexpr int kStride = kKeys / Packing<T>::kElements;
   V c[ROWS][VECTORS];
   for (int i = 0; i < ROWS; ++i)
@@ -249,6 +280,9 @@ void Prefill<T>::accumulate(const E* weights, const E* values, int steps, float*
 template class Prefill<float>;
 template class Prefill<bf16>;
 template class Prefill<f16>;
+template class Prefill<float, i8>;
+template class Prefill<bf16, i8>;
+template class Prefill<f16, i8>;
 
 }  // namespace quire
 
@@ -256,11 +290,11 @@ using namespace quire;
 
 void quire_paged_prefill(const QuireCache* cache, const QuireSequences* sequences, const QuireScores* scores,
                          const int32_t* cu_seqlens, const void* q, int64_t q_stride, void* out, int32_t heads) {
-  by_dtype(cache->dtype, [&](auto type) {
+  by_cache(*cache, [&](auto type, auto stored) {
     using T = typename decltype(type)::type;
     const PrefillPlan plan(*sequences, cu_seqlens, scores->window, heads, cache->kv_heads, omp_get_max_threads());
-    const Prefill<T> prefill(*cache, *sequences, *scores, cu_seqlens, static_cast<const T*>(q), q_stride,
-                             static_cast<T*>(out), heads);
+    const Prefill<T, typename decltype(stored)::type> prefill(
+        *cache, *sequences, *scores, cu_seqlens, static_cast<const T*>(q), q_stride, static_cast<T*>(out), heads);
     Team::run(omp_get_max_threads(), [&](Team& team) {
       team.for_each(int64_t(plan.items.size()), [&](int64_t i) { prefill.run(plan.items[i]); });
     });

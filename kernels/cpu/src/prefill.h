@@ -25,7 +25,8 @@ struct PrefillPlan {
               int threads);
 };
 
-template <class T>
+/// Queries and results are T, keys and values are kept as S.
+template <class T, class S = T>
 class Prefill {
   using E = typename Entry<T>::type;  // of both sides of both products
 
@@ -47,19 +48,27 @@ class Prefill {
   void run(const PrefillItem& item) const;
 
  private:
+  /// A tile of keys and values, packed for the two products, and the scales of rows that have them.
+  struct Tile {
+    E *keys, *values;
+    float *key_scales, *value_scales;
+  };
+
+  void pack(const S* const* rows, int head, int tokens, Tile& tile) const;
   template <int ROWS>
-  void attend(const E* q, const E* keys, const E* values, float* acc, float* maximum, float* denominator, int base,
-              int tokens, int position, int row) const;
+  void attend(const E* q, const Tile& tile, float* acc, float* maximum, float* denominator, int base, int tokens,
+              int position, int row) const;
   template <int ROWS, int VECTORS>
   static void score(const E* q, const E* keys, int entries, float* scores);
-  float soften(float* scores, int first, int last, int vectors, float& maximum, float& denominator, E* weights) const;
+  float soften(float* scores, const Tile& tile, int first, int last, int vectors, float& maximum, float& denominator,
+               E* weights) const;
   template <int ROWS, int VECTORS>
   void accumulate(const E* weights, const E* values, int steps, float* acc, const float* shrink) const;
 
   int new_tokens(int sequence) const { return cu_seqlens_[sequence + 1] - cu_seqlens_[sequence]; }
   int first_key(int position) const { return how_.window > 0 ? std::max(0, position + 1 - how_.window) : 0; }
 
-  const Cache<T> cache_;
+  const Cache<S> cache_;
   const QuireSequences& sequences_;
   const QuireScores how_;
   const int32_t* cu_seqlens_;

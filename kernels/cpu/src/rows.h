@@ -62,10 +62,30 @@ void rotate(const T* x, const float* cos_sin, T* out, int dim) {
   }
 }
 
+/// Puts a row of keys or values where KV memory keeps it.
+template <class T>
+void store_row(const T* x, int dim, T* to) {
+  std::copy_n(x, dim, to);
+}
+
+/// Rounds the row to multiples of a scale, its largest element being 127 of them.
+template <class T>
+void store_row(const T* x, int dim, i8* to) {
+  V largest = zero();
+  int d = 0;
+  for (; d + W <= dim; d += W) largest = max(largest, abs(load(x + d)));
+  float bound = hmax(largest);
+  for (; d < dim; ++d) bound = std::max(bound, std::abs(to_float(x[d])));
+  const float scale = bound / 127, divisor = scale > 0 ? scale : 1;
+  for (d = 0; d + W <= dim; d += W) store(to + d, div(load(x + d), set1(divisor)));
+  for (; d < dim; ++d) to[d].value = int8_t(std::clamp(std::nearbyint(to_float(x[d]) / divisor), -127.f, 127.f));
+  std::memcpy(to + dim, &scale, sizeof scale);
+}
+
 /// A token's queries, keys and values [heads + 2 kv_heads, head_dim]: norms queries and keys where weights are given,
 /// rotates queries in place and keys on their way into the cache, and stores values.
-template <class T>
-void rope_store(const Cache<T>& cache, T* row, const float* cos_sin, int64_t position, int64_t slot, int heads,
+template <class T, class S>
+void rope_store(const Cache<S>& cache, T* row, const float* cos_sin, int64_t position, int64_t slot, int heads,
                 const T* q_norm, const T* k_norm, float eps) {
   const int dim = cache.head_dim, kv_heads = cache.kv_heads;
   const float* turn = cos_sin + position * dim;
@@ -74,13 +94,18 @@ void rope_store(const Cache<T>& cache, T* row, const float* cos_sin, int64_t pos
     rotate(row, turn, row, dim);
   }
   if (slot < 0) return;
-  T* to = cache.slot(slot);
+  S* to = cache.slot(slot);
   for (int head = 0; head < kv_heads; ++head, row += dim) {
     if (k_norm) normalize(row, k_norm, eps, row, dim);
-    rotate(row, turn, to + head * cache.head_stride, dim);
+    if constexpr (kScaled<S>) {
+      rotate(row, turn, row, dim);
+      store_row(row, dim, to + head * cache.head_stride);
+    } else {
+      rotate(row, turn, to + head * cache.head_stride, dim);
+    }
   }
   for (int head = 0; head < kv_heads; ++head, row += dim)
-    std::copy_n(row, dim, to + cache.values + head * cache.head_stride);
+    store_row(row, dim, to + cache.values + head * cache.head_stride);
 }
 
 }  // namespace quire

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <deque>
 
+#include "argmax.h"
 #include "decode.h"
 #include "dispatch.h"
 #include "linear.h"
@@ -31,7 +32,8 @@ struct Attention {
   PrefillPlan prefill;
 };
 
-template <class T>
+/// All is T but keys and values, which are kept as S.
+template <class T, class S>
 class Step {
  public:
   Step(const QuireDecoder& decoder, void* const* kv, int32_t block_size, const QuireBatch& batch, T* logits,
@@ -89,6 +91,10 @@ class Step {
       clock.lap(times.other);
     }
     Linear<T>(decoder_.head).run(team, x_, hidden_, rows, logits_, decoder_.head.outputs, wide_);
+    if (batch_.likeliest) {
+      const int64_t columns = decoder_.head.outputs;
+      team.for_each(samples_, [&](int64_t i) { batch_.likeliest[i] = best(logits_ + i * columns, 0, columns).index; });
+    }
     clock.lap(times.head);
   }
 
@@ -153,11 +159,11 @@ class Step {
   }
 
   QuireCache cache(void* kv) const {
-    return {kv, decoder_.dtype, decoder_.kv_heads, block_size_, decoder_.head_dim};
+    return {kv, decoder_.dtype, decoder_.kv_heads, block_size_, decoder_.head_dim, kScaled<S>};
   }
 
   void store(Team& team, const QuireLayer& layer, void* kv) const {
-    const Cache<T> memory(cache(kv));
+    const Cache<S> memory(cache(kv));
     team.for_ranges(tokens_, [&](int64_t row, int64_t end) {
       for (; row < end; ++row)
         rope_store(memory, qkv_ + row * qkv_size_, decoder_.cos_sin, batch_.positions[row], batch_.slots[row],
@@ -171,9 +177,9 @@ class Step {
     const QuireCache memory = cache(kv);
     const QuireScores how{decoder_.scale, 0, layer.window};
     const int64_t decodes = batch_.decodes.count;
-    const Decode<T> decode(memory, batch_.decodes, how, qkv_, qkv_size_, attended_, decoder_.heads, partials_);
-    const Prefill<T> prefill(memory, batch_.chunks, how, batch_.chunk_cu_seqlens, qkv_ + decodes * qkv_size_, qkv_size_,
-                             attended_ + decodes * q_size_, decoder_.heads);
+    const Decode<T, S> decode(memory, batch_.decodes, how, qkv_, qkv_size_, attended_, decoder_.heads, partials_);
+    const Prefill<T, S> prefill(memory, batch_.chunks, how, batch_.chunk_cu_seqlens, qkv_ + decodes * qkv_size_,
+                                qkv_size_, attended_ + decodes * q_size_, decoder_.heads);
     if (team.first()) decode.clear_empty();
     const int64_t prefills = int64_t(plan.prefill.items.size());
     team.for_each(prefills + int64_t(plan.decode.items.size()), [&](int64_t i) {
@@ -210,13 +216,14 @@ class Step {
 }  // namespace
 }  // namespace quire
 
-void quire_step(const QuireDecoder* decoder, void* const* kv, int32_t block_size, const QuireBatch* batch,
-                void* logits, QuireTimes* times) {
+void quire_step(const QuireDecoder* decoder, void* const* kv, int32_t block_size, int32_t int8,
+                const QuireBatch* batch, void* logits, QuireTimes* times) {
   using namespace quire;
-  by_dtype(decoder->dtype, [&](auto type) {
+  const QuireCache cache{nullptr, decoder->dtype, decoder->kv_heads, block_size, decoder->head_dim, int8};
+  by_cache(cache, [&](auto type, auto stored) {
     using T = typename decltype(type)::type;
     const int threads = omp_get_max_threads();
-    Step<T> step(*decoder, kv, block_size, *batch, static_cast<T*>(logits), threads);
+    Step<T, typename decltype(stored)::type> step(*decoder, kv, block_size, *batch, static_cast<T*>(logits), threads);
     Team::run(threads, [&](Team& team) {
       QuireTimes unused{};
       step.run(team, team.first() ? *times : unused);

@@ -16,6 +16,10 @@ namespace quire {
 constexpr float kInf = __builtin_inff();
 constexpr float kLog2e = 1.44269504088896341f;
 
+/// The constants of splitmix64.
+constexpr int64_t kGolden = int64_t(0x9E3779B97F4A7C15), kMix1 = int64_t(0xBF58476D1CE4E5B9),
+                  kMix2 = int64_t(0x94D049BB133111EB);
+
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;

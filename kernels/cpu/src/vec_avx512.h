@@ -12,6 +12,7 @@ inline V add(V a, V b) { return _mm512_add_ps(a, b); }
 inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
 inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
 inline V div(V a, V b) { return _mm512_div_ps(a, b); }
+inline V abs(V x) { return _mm512_abs_ps(x); }
 inline V max(V a, V b) { return _mm512_max_ps(a, b); }
 inline V min(V a, V b) { return _mm512_min_ps(a, b); }
 inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
@@ -34,6 +35,9 @@ inline V load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 inline V load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline V load(const i8* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 
 /// Each lane's bits rounded to the nearest bf16, ties to even, in the upper half; the lower half is rubbish.
 inline __m512i bf16_bits(V x) {
@@ -55,6 +59,9 @@ inline void store(bf16* p, V x) {
 inline void store(f16* p, V x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+
+/// Rounds to the nearest integer, ties to even, and to what fits.
+inline void store(i8* p, V x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x))); }
 
 struct Two {
   V a, b;
@@ -160,6 +167,81 @@ inline void transpose(V (&x)[W]) {
     t[12 + j] = _mm512_shuffle_f32x4(c, d, 0xdd);
   }
   for (int i = 0; i < W; ++i) x[i] = t[i];
+}
+
+/// W 32-bit integers.
+using I = __m512i;
+inline I no_ints() { return _mm512_setzero_si512(); }
+inline I load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void store_ints(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
+/// first, first + 1, ...
+inline I count_from(int32_t first) {
+  return _mm512_add_epi32(_mm512_set1_epi32(first),
+                          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+
+/// Bit i of the result: x[i] < y[i].
+inline uint32_t less_mask(V x, V y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
+
+/// Moves the lanes of x and n whose bit in `kept` is set to the front of out and ids, which W elements are written to.
+inline void compress(V x, I n, uint32_t kept, float* out, int32_t* ids) {
+  store(out, _mm512_maskz_compress_ps(__mmask16(kept), x));
+  store_ints(ids, _mm512_maskz_compress_epi32(__mmask16(kept), n));
+}
+
+/// 2 W 16-bit integers, from bytes; of the half, the last W are zeros.
+inline I load_words(const i8* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline I load_words_half(const i8* p) {
+  return _mm512_cvtepi8_epi16(_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p)));
+}
+inline I load_words(const int16_t* p) { return _mm512_loadu_si512(p); }
+/// Two of them, over and over.
+inline I broadcast_words(const int16_t* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return _mm512_set1_epi32(pair);
+}
+/// Rounds to the nearest integers, which must fit.
+inline void store_words(int16_t* p, V x) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+/// acc[i] += a[2 i] b[2 i] + a[2 i + 1] b[2 i + 1]
+inline I dot_words(I acc, I a, I b) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpwssd_epi32(acc, a, b);
+#else
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b));
+#endif
+}
+/// Pairs (a[i], b[i]), in an order that `ordered` undoes.
+struct TwoInts {
+  I a, b;
+};
+inline TwoInts interleave_words(I a, I b) { return {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)}; }
+inline Two ordered(TwoInts x) {
+  const I low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  return {_mm512_cvtepi32_ps(_mm512_permutex2var_epi64(x.a, low, x.b)),
+          _mm512_cvtepi32_ps(_mm512_permutex2var_epi64(x.a, high, x.b))};
+}
+inline V to_floats(I x) { return _mm512_cvtepi32_ps(x); }
+
+/// splitmix64 (Steele, Lea and Flood, OOPSLA 2014) of each 64-bit lane.
+inline __m512i mix(__m512i x) {
+  x = _mm512_add_epi64(x, _mm512_set1_epi64(kGolden));
+  x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 30)), _mm512_set1_epi64(kMix1));
+  x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 27)), _mm512_set1_epi64(kMix2));
+  return _mm512_xor_si512(x, _mm512_srli_epi64(x, 31));
+}
+
+/// Lane i of the result: the upper half of mix(key + kGolden n[i]), as a float. n is not negative.
+inline V hashed(int64_t key, I n) {
+  const auto half = [&](__m256i part) {
+    return mix(_mm512_add_epi64(_mm512_set1_epi64(key),
+                                _mm512_mullo_epi64(_mm512_cvtepi32_epi64(part), _mm512_set1_epi64(kGolden))));
+  };
+  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return _mm512_cvtepu32_ps(
+      _mm512_permutex2var_epi32(half(_mm512_castsi512_si256(n)), odd, half(_mm512_extracti64x4_epi64(n, 1))));
 }
 
 #ifdef __AVX512BF16__

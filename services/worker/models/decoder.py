@@ -215,13 +215,17 @@ class Decoder:
         self.fused = self.kernels.decoder(self._parts())
 
     def step(
-        self, batch: Batch, kv: list[torch.Tensor], samples: torch.Tensor
+        self, batch: Batch, kv: list[torch.Tensor], samples: torch.Tensor, likeliest: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Logits [len(samples), vocab_size] of rows ``samples`` (int64) of the batch, whose keys and values are stored
-        in ``kv``; and seconds by part where the kernels measure them."""
+        in ``kv``; and seconds by part where the kernels measure them. likeliest, [len(samples)] int64, gets the ids of
+        their largest logits."""
         if self.fused is not None and self.fused.takes(kv[0]):
-            return self.fused(batch, kv, samples)
-        return self.logits(self.forward(batch, kv)[samples]), {}
+            return self.fused(batch, kv, samples, likeliest)
+        logits = self.logits(self.forward(batch, kv)[samples])
+        if likeliest is not None:
+            torch.argmax(logits, dim=-1, out=likeliest)
+        return logits, {}
 
     def forward(self, batch: Batch, kv: list[torch.Tensor]) -> torch.Tensor:
         """Hidden states [T, hidden] before the last norm; new keys and values are stored in ``kv`` (one a layer)."""

@@ -50,6 +50,14 @@ def test_ranks_of_different_models_cannot_work_together(field: str) -> None:
         ranks.memory()
 
 
+def test_ranks_that_keep_kv_in_different_dtypes_cannot_work_together() -> None:
+    ranks = Ranks(2)
+    ranks.join(rank(0, memory=replace(MEMORY, kv_cache_dtype="bfloat16")))
+    ranks.join(rank(1, memory=replace(MEMORY, kv_cache_dtype="int8")))
+    with pytest.raises(ConfigError, match="worker rank 1 has kv_cache_dtype int8, rank 0 bfloat16"):
+        ranks.memory()
+
+
 def test_a_rank_too_many_or_twice_is_refused() -> None:
     ranks = Ranks(1)
     first = rank(0)

@@ -7,19 +7,23 @@ from collections.abc import Sequence
 import torch
 
 from kernels.decoder import Batch
+from kernels.kv import layer_shape
 from services.worker.models.decoder import Decoder
 
 BLOCK_SIZE = 16
 
 
 @torch.inference_mode()
-def logits(decoder: Decoder, ids: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
+def logits(
+    decoder: Decoder, ids: Sequence[int], chunks: Sequence[int], kv_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """[len(ids), vocab_size] float32. The first sum(chunks) tokens are prefilled in those chunks, the rest decoded."""
-    config, dtype = decoder.config, decoder.embedding.dtype
+    config, dtype = decoder.config, kv_dtype or decoder.embedding.dtype
     count = -(-len(ids) // BLOCK_SIZE)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)) + 1
-    shape = (count + 1, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    kv = [torch.full(shape, float("nan"), dtype=dtype) for _ in decoder.layers]
+    shape = layer_shape(count + 1, config.num_kv_heads, BLOCK_SIZE, config.head_dim, dtype)
+    rubbish = -1 if dtype == torch.int8 else float("nan")  # a scale of such bytes is NaN
+    kv = [torch.full(shape, rubbish, dtype=dtype) for _ in decoder.layers]
     for layer in kv:
         layer[0] = 0
     rows, start = [], 0

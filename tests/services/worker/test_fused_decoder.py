@@ -10,6 +10,7 @@ import torch
 
 from kernels.decoder import Batch
 from kernels.errors import UnavailableError
+from kernels.kv import quantized
 from kernels.ops import Kernels, select
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
@@ -86,21 +87,40 @@ def mixed(samples: list[int]) -> tuple[Batch, torch.Tensor]:
     return batch, torch.tensor(samples, dtype=torch.int64)
 
 
+@pytest.mark.parametrize("int8_kv", [False, True])
 @pytest.mark.parametrize("samples", [[], [0, 1, 9, 12], [12, 12, 12, 0], list(range(13)), [9] * 20])
-def test_a_mixed_batch_gives_the_rows_that_sample(kernels: Kernels, samples: list[int], tmp_path: Path) -> None:
+def test_a_mixed_batch_gives_the_rows_that_sample(
+    kernels: Kernels, samples: list[int], int8_kv: bool, tmp_path: Path
+) -> None:
     decoder = load(tmp_path, kernels, "qwen3", torch.bfloat16)
     config = decoder.config
     shape = (7, 2, config.num_kv_heads, 16, config.head_dim)
     memory = torch.randn((config.num_layers, *shape), generator=torch.Generator().manual_seed(1)).bfloat16()
+    if int8_kv:
+        memory = quantized(memory)
     batch, rows = mixed(samples)
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         kvs = [list(memory.clone()) for _ in range(2)]
-        logits, times = decoder.step(batch, kvs[0], rows)
+        likeliest = torch.full((len(rows),), -1)
+        logits, times = decoder.step(batch, kvs[0], rows, likeliest)
         expected = decoder.logits(decoder.forward(batch, kvs[1])[rows])
         assert torch.equal(logits, expected)
+        assert torch.equal(likeliest, expected.argmax(-1))
         assert all(map(torch.equal, kvs[0], kvs[1]))
         assert times.keys() == {"linear", "attention", "other", "head"}
+
+
+def test_int8_kv(kernels: Kernels, tmp_path: Path) -> None:
+    """Logits near those over KV as it is, and the same from the reference's float32 arithmetic."""
+    ids, chunks = random_models.prompts(60)[0], [1, 30]
+    decoder = load(tmp_path / "cpu", kernels, "long", torch.float32)
+    plain = load(tmp_path / "reference", select(CPU, "reference"), "long", torch.float32, fused=False)
+    found = forward.logits(decoder, ids, chunks, torch.int8)
+    torch.testing.assert_close(found, forward.logits(plain, ids, chunks, torch.int8), atol=0.02, rtol=0)
+    exact = forward.logits(decoder, ids, chunks)
+    assert torch.cosine_similarity(found, exact, dim=-1).min() > 0.99
+    assert not torch.equal(found, exact)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -129,6 +129,54 @@ def test_typical_p_is_transformers(logits: torch.Tensor, mass: float) -> None:
     assert 3 <= torch.isfinite(found).sum() < 3 * VOCAB
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rules_applied_while_sampling_draw_as_if_applied_before(dtype: torch.dtype) -> None:
+    """The CPU kernels edit a copy of each row; other kernels sample from ``apply``'s. Some rows are greedy."""
+    kernels = ops.select(torch.device("cpu"))
+    if not kernels.edits_logits:
+        pytest.skip("no native CPU kernels")
+    every = [
+        {"presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.4},
+        {"logit_bias_ids": [2, 9, 4], "logit_bias": [1.5, -3.0, 100.0], "bad_words": [[4], [7, 3, 11]]},
+        {"allowed_token_ids": [1, 2, 3, 7, 9], "presence_penalty": 2.0},
+        {"min_tokens": 50, "repetition_penalty": 0.7},
+        {"allowed_token_ids": [5], "bad_words": [[5]]},
+        {},
+    ]
+    rows = 8 * len(every)
+    batch = LogitRules(torch.from_numpy)
+    ruled_rows = {slot: ruled(stop_ids=[1, 30], **every[slot % len(every)]) for slot in range(rows) if slot % 6 < 5}
+    batch.change(
+        plan(new_rows=[NewRow(slot, 0, 0, 1.0, 1.0, 0, 0.0, 0, rules=row) for slot, row in ruled_rows.items()])
+    )
+    slots, positions = np.arange(rows), np.full(rows, len(PROMPT) + len(OUTPUT))
+    temperature = np.where(slots % 4 == 1, 0, 0.9).astype(np.float32)
+    logits = (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
+    before, among = logits.clone(), batch.among(slots)
+    how = (
+        torch.from_numpy(temperature),
+        torch.full((rows,), 20),
+        torch.full((rows,), 0.95),
+        torch.zeros(rows),
+        torch.arange(rows),
+        torch.from_numpy(positions),
+    )
+    edits = batch.edits(rows, among, positions, temperature)
+    found = kernels.sample(logits, *how, edits)
+    reference = ops.select(torch.device("cpu"), "reference")
+    assert found.tolist() == reference.sample(batch.apply(logits, among, positions, temperature), *how).tolist()
+    assert torch.equal(logits, before) and not torch.equal(found, reference.sample(logits, *how))
+    with pytest.raises(ValueError, match="the reference kernels do not edit logits"):
+        reference.sample(logits, *how, edits)
+
+
+def test_typical_p_is_not_an_edit(logits: torch.Tensor) -> None:
+    batch = LogitRules(torch.from_numpy)
+    batch.change(plan(new_rows=[NewRow(0, 0, 0, 1.0, 1.0, 0, 0.0, 0, rules=ruled(typical_p=0.5))]))
+    among = batch.among(np.arange(1))
+    assert batch.edits(1, among, np.array([7]), np.array([1.0], dtype=np.float32)) is None
+
+
 @pytest.mark.parametrize(
     ("rules", "filters"),
     [

@@ -41,7 +41,7 @@ def test_memory_is_what_the_model_says(folder: Path, caplog: pytest.LogCaptureFi
     files = locate(str(folder))
     assert (memory.model_digest, memory.model_name, memory.dtype) == (files.digest, str(folder), "float32")
     # 159 blocks beside the padding; 256 tokens take 16
-    assert "KV: 768 bytes per token, 160 blocks of 16, 9.9 requests of 256 tokens fit" in caplog.text
+    assert "KV: float32, 768 bytes per token, 160 blocks of 16, 9.9 requests of 256 tokens fit" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,7 @@ def test_memory_is_what_the_model_says(folder: Path, caplog: pytest.LogCaptureFi
         ({"kv_cache_memory_bytes": 1 << 40, "max_model_len": 17, "max_num_seqs": 3}, 3 * 2 + 1),
         ({"kv_cache_memory_bytes": 768 * 32 * 4, "block_size": 32}, 4),
         ({"kv_cache_memory_bytes": 384 * 16 * 4, "dtype": "bfloat16"}, 4),
+        ({"kv_cache_memory_bytes": 240 * 16 * 4, "kv_cache_dtype": "int8"}, 4),  # 3 x 2 x 2 rows of 16 + 4 bytes
         ({}, 8 * 16 + 1),  # a small model's share of memory holds all that its sequences can use
     ],
 )
@@ -175,9 +176,29 @@ def test_what_freed_blocks_hold_does_no_harm(executor: ModelExecutor) -> None:
     assert all(torch.count_nonzero(layer[0]) == 0 for layer in executor._runner.kv)
 
 
-def test_a_row_swapped_out_and_in_goes_on_alike_in_other_blocks(folder: Path) -> None:
+def test_int8_kv_on_the_triton_kernels_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 runs on CPUs only, not with the Triton kernels"):
+        random_models.executor(folder, attention_backend="triton", kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_int8_kv_says_so_and_answers_as_the_model_mostly_does(folder: Path, backend: str) -> None:
+    executor = random_models.executor(folder, attention_backend=backend, kv_cache_dtype="int8")
+    assert (executor.memory.kv_cache_dtype, executor.memory.dtype) == ("int8", "float32")
+    assert executor.memory.bytes_per_block == 16 * 240
+    prompts = random_models.prompts(20, 33, 50, 70, 90, 101)
+    expected = Driver(random_models.executor(folder)).generate(prompts, 8)
+    found = Driver(executor).generate(prompts, 8)
+    assert sum(a[0] == b[0] for a, b in zip(found, expected, strict=True)) >= 5
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "token_bytes"), [("auto", 768), ("int8", 240)])
+def test_a_row_swapped_out_and_in_goes_on_alike_in_other_blocks(
+    folder: Path, kv_cache_dtype: str, token_bytes: int
+) -> None:
     """KV that was moved to the host and back, into other blocks, is the same to the last bit."""
-    executor = random_models.executor(folder, swap_space=2 * 16 * 768)
+    executor = random_models.executor(folder, swap_space=2 * 16 * token_bytes, kv_cache_dtype=kv_cache_dtype)
     assert executor.memory.host_blocks == 2
     prompt = random_models.prompts(20)[0]
     expected = Driver(executor).generate([prompt], 5)[0]
@@ -199,7 +220,7 @@ def test_a_row_swapped_out_and_in_goes_on_alike_in_other_blocks(folder: Path) ->
     out = executor.execute(plan(release=[0], swap_out=[11, 1, 12, 0]))
     assert out.timings["swap_out"] > 0
     for layer in executor._runner.kv:
-        layer[1:] = float("nan")
+        layer[1:] = -1 if kv_cache_dtype == "int8" else float("nan")
     back = {"swap_in": [1, 30, 0, 29], "table_blocks": [30, 29], "chunk_starts": [21], "chunk_lens": [1]}
     ids.append(executor.execute(plan(new_rows=[new_row(0, length=21)], tokens=ids[-1], **back, **entry)).ids.tolist())
     ids += [executor.execute(plan(decodes=1)).ids.tolist() for _ in range(2)]
