@@ -82,7 +82,9 @@ class _Bench:
 
     def line(self, name: str, context: int, peak_flops: float, peak_bandwidth: float) -> str:
         wall, floor = min(self._walls), min(self._floors)
-        flops, read = _work(self._executor.decoder, self._rows, self._samples, context)
+        memory = self._executor.memory
+        token_bytes = memory.bytes_per_block // memory.block_size
+        flops, read = _work(self._executor.decoder, self._rows, self._samples, context, token_bytes)
         parts = " ".join(f"{statistics.median(times) * 1e3:9.2f}" for times in self._parts.values())
         ratio = statistics.median(a / b for a, b in zip(self._walls, self._floors, strict=True))
         return (
@@ -169,13 +171,14 @@ def _layer_weights(config: ModelConfig) -> int:
     return config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
 
 
-def _work(decoder: Decoder, rows: int, samples: int, context: int) -> tuple[float, float]:
-    """Floating-point operations of a step, and bytes it must read: each weight once, and keys and values."""
+def _work(decoder: Decoder, rows: int, samples: int, context: int, token_bytes: int) -> tuple[float, float]:
+    """Floating-point operations of a step, and bytes it must read: each weight once, and keys and values, which take
+    ``token_bytes`` a token."""
     config, size = decoder.config, decoder.embedding.dtype.itemsize
     layers, head = config.num_layers * _layer_weights(config), config.hidden_size * config.vocab_size
     attention = 4 * rows * context * config.num_heads * config.head_dim * config.num_layers
-    kv = 2 * samples * context * config.num_kv_heads * config.head_dim * config.num_layers
-    return float(2 * rows * layers + 2 * samples * head + attention), float(size * (layers + head + kv))
+    read = size * (layers + head) + samples * context * token_bytes
+    return float(2 * rows * layers + 2 * samples * head + attention), float(read)
 
 
 def _random(decoder: Decoder, *shape: int) -> torch.Tensor:

@@ -47,6 +47,6 @@ def test_the_work_of_a_step_is_counted_by_hand(tmp_path: Path) -> None:
     decoder = random_models.executor(tmp_path).decoder
     # hidden 96, 6 heads and 2 kv heads of 16, inner 160, vocabulary 320
     weights = 96 * 96 + 2 * 96 * 32 + 96 * 96 + 3 * 96 * 160
-    flops, read = accounting._work(decoder, rows=5, samples=2, context=10)
+    flops, read = accounting._work(decoder, rows=5, samples=2, context=10, token_bytes=2 * 32 * 4)
     assert flops == 2 * 5 * weights + 2 * 2 * 96 * 320 + 4 * 5 * 10 * 96
     assert read == 4 * (weights + 96 * 320 + 2 * 2 * 10 * 32)
