@@ -166,10 +166,7 @@ inline void transpose(V (&x)[W]) {
   for (int i = 0; i < W; ++i) x[i] = t[i];
 }
 
-/// W 32-bit integers.
-using I = __m256i;
 inline I no_ints() { return _mm256_setzero_si256(); }
-inline I load_ints(const int32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void store_ints(int32_t* p, I x) { _mm256_storeu_si256((__m256i*)p, x); }
 /// first, first + 1, ...
 inline I count_from(int32_t first) {
@@ -214,7 +211,6 @@ inline Two ordered(TwoInts x) {
   return {_mm256_cvtepi32_ps(_mm256_permute2x128_si256(x.a, x.b, 0x20)),
           _mm256_cvtepi32_ps(_mm256_permute2x128_si256(x.a, x.b, 0x31))};
 }
-inline V to_floats(I x) { return _mm256_cvtepi32_ps(x); }
 
 /// x times a number, in 64-bit lanes, modulo 2^64.
 inline __m256i mul64(__m256i x, int64_t number) {

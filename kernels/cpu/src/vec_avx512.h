@@ -169,10 +169,7 @@ inline void transpose(V (&x)[W]) {
   for (int i = 0; i < W; ++i) x[i] = t[i];
 }
 
-/// W 32-bit integers.
-using I = __m512i;
 inline I no_ints() { return _mm512_setzero_si512(); }
-inline I load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_ints(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
 /// first, first + 1, ...
 inline I count_from(int32_t first) {
@@ -223,7 +220,6 @@ inline Two ordered(TwoInts x) {
   return {_mm512_cvtepi32_ps(_mm512_permutex2var_epi64(x.a, low, x.b)),
           _mm512_cvtepi32_ps(_mm512_permutex2var_epi64(x.a, high, x.b))};
 }
-inline V to_floats(I x) { return _mm512_cvtepi32_ps(x); }
 
 /// splitmix64 (Steele, Lea and Flood, OOPSLA 2014) of each 64-bit lane.
 inline __m512i mix(__m512i x) {
