@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from services.scheduler.budget import Budget
 from services.scheduler.flight import Flight
 from services.scheduler.prefill import Prefill
 from services.scheduler.queues import Queues
@@ -47,21 +48,18 @@ class Admission:
         self._holdup = "turn"  # why the last plan admitted no more
         self._too_big: set[Sequence] = set()  # those it looked at that did not fit
 
-    def admit(self, draft: Draft, budget: int) -> int:
-        """Gives free slots to preempted, then to waiting sequences, in order; returns what is left of ``budget``.
+    def admit(self, draft: Draft, budget: Budget) -> None:
+        """Gives free slots to preempted, then to waiting sequences, in order.
 
         Only whole prompts are admitted, with blocks to spare for those already running, so that prompts that hold
-        half of what they need never wait for one another. A prompt still in prefill although there is budget left
-        waits for memory, which decodes took after its admission: nobody may take it next.
+        half of what they need never wait for one another. What a prompt under way has yet to take is kept for it;
+        decodes may take it nevertheless, and then nobody else does before it is back.
         """
         queues, running = self._queues, self._running
         self._too_big.clear()
-        while budget > 0 and not queues.prefilling and running.num_free_rows > 0:
+        while not budget.is_spent and running.num_free_rows > 0:
             if queues.preempted and queues.preempted[0].host:
-                computed = self._bring_back(draft, queues.preempted[0], budget)
-                if computed is not None:
-                    budget -= computed
-                elif queues.preempted[0].host:
+                if not self._bring_back(draft, queues.preempted[0], budget) and queues.preempted[0].host:
                     break
                 continue
             sequence = self._next(draft)
@@ -69,9 +67,8 @@ class Admission:
                 break
             if sequence.request.scheduled is None:
                 self._note_first(sequence)
-            budget -= self._prefill.enter(draft, sequence, budget)
+            self._prefill.enter(draft, sequence, budget)
         self._holdup = self._why_no_more(budget)
-        return budget
 
     def waits_for(self, sequence: Sequence) -> str:
         """Why a sequence has no slot.
@@ -95,14 +92,12 @@ class Admission:
     @property
     def _slack(self) -> int:
         """Blocks that an admission leaves available."""
-        return self._watermark if self._running.rows.num_used else 0
+        return self._prefill.blocks_missing + (self._watermark if self._running.rows.num_used else 0)
 
-    def _why_no_more(self, budget: int) -> str:
-        """What ended the admissions of a plan that has ``budget`` tokens left; turn: nothing but who was next."""
-        if budget <= 0:
+    def _why_no_more(self, budget: Budget) -> str:
+        """What ended the admissions of a plan with ``budget`` left; turn: nothing but who was next."""
+        if budget.is_spent:
             return "budget"
-        if self._queues.prefilling:
-            return "memory"
         return "turn" if self._running.num_free_rows > 0 else "slots"
 
     def _note_first(self, sequence: Sequence) -> None:
@@ -165,15 +160,15 @@ class Admission:
         later = self._flight.steps and self._flight.next_step % LOOK_UP_AGAIN
         return bool(later) and sequence.missing > self._tables.pool.num_available - self._slack
 
-    def _bring_back(self, draft: Draft, first: Sequence, budget: int) -> int | None:
-        """Admits the swapped group of ``first``, all of it or nothing (None); returns how many tokens it computes."""
+    def _bring_back(self, draft: Draft, first: Sequence, budget: Budget) -> bool:
+        """Admits the swapped group of ``first``, each of which computes one token; all of it or nothing (False)."""
         group = [one for one in self._queues.preempted if one.host and one.request is first.request]
         rows = sum(1 + len(sequence.forks) for sequence in group)
-        free = min(self._running.num_free_rows, budget)
+        free = min(self._running.num_free_rows, budget.tokens)
         if rows > free or any(self._flight.has(sequence.fence) for sequence in group):
-            return None
+            return False
         if self._is_known_not_to_fit(first):
-            return None
+            return False
         for sequence in group:
             _feed(sequence)
         moves = self._swaps.bring_back(group, slack=self._slack)
@@ -181,17 +176,16 @@ class Admission:
             if not self._tables.pool.num_used:  # it never fits as a whole, but its sequences do one after another
                 for sequence in group:
                     self._swaps.forget(sequence)
-            return None
+            return False
         draft.swap_in += moves
         if first.preempted_by is not None:
             draft.efforts.append((first.preempted_by, "swap_in", len(moves)))
-        left = budget
         for sequence in group:
             draft.host += sequence.host
             sequence.host = []
             sequence.computed = min(sequence.cached, len(sequence.feed) - 1)
-            left -= self._prefill.enter(draft, sequence, left)
-        return budget - left
+            self._prefill.enter(draft, sequence, budget)
+        return True
 
 
 def _feed(sequence: Sequence) -> None:

@@ -15,6 +15,11 @@ class SchedulerConfig:
     tensor_parallel_size: int = option(1, "worker ranks to wait for", minimum=1, maximum=64, flags=("-tp",))
     max_num_seqs: int = option(256, "sequences that run at once", minimum=1, maximum=65536)
     max_num_batched_tokens: int = option(2048, "tokens computed in one step", minimum=1, maximum=1 << 20)
+    max_step_ms: float | None = option(
+        None,
+        "milliseconds that prompts may stretch a step to while others stream; 0: any number; default: by their pace",
+        minimum=0,
+    )
     max_num_queued_reqs: int = option(4096, "requests that may wait; further ones get 429", minimum=1)
     max_num_queued_tokens: int | None = option(None, "prompt tokens that may wait; beyond, requests get 429", minimum=1)
     max_queue_time: float | None = option(None, "seconds a request may wait before its first step", minimum=0.001)

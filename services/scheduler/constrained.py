@@ -159,15 +159,16 @@ class Constrained:
         return leaving
 
     def plan_runs(self, draft: Draft, sequences: list[Sequence], budget: int) -> int:
-        """Plans as much of each run as there are tokens in ``budget`` and blocks; returns what is left of ``budget``.
+        """Plans as much of each run as there are blocks, and ``budget`` tokens for all; returns how many that are.
 
         Each gets one token at least: it has given up decoding one.
         """
         for sequence in sequences:
             self._decodes.make_room_for_next(draft, sequence)
+        planned = 0
         for left, sequence in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
-            budget -= self._plan_run(draft, sequence, max(1, budget - left))
-        return budget
+            planned += self._plan_run(draft, sequence, max(1, budget - planned - left))
+        return planned
 
     def _plan_run(self, draft: Draft, sequence: Sequence, most: int) -> int:
         """Plans at most this many tokens of a run; returns how many."""

@@ -16,7 +16,9 @@ from shared.wire import Memory, SubmitTokens
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_model_len is the model's, or what the whole pool holds where that is less."""
+    """max_model_len is the model's, or what the whole pool holds where that is less. max_step: seconds, 0 for no limit,
+    None for the limit that ``Budgets`` finds.
+    """
 
     num_blocks: int
     block_size: int
@@ -26,6 +28,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued_reqs: int
+    max_step: float | None = None
     max_num_queued_tokens: int | None = None
     max_queue_time: float = math.inf
     scheduling_policy: str = "fcfs"
@@ -50,6 +53,7 @@ class Limits:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_queued_reqs=config.max_num_queued_reqs,
+            max_step=None if config.max_step_ms is None else config.max_step_ms / 1000,
             max_num_queued_tokens=config.max_num_queued_tokens,
             max_queue_time=math.inf if config.max_queue_time is None else config.max_queue_time,
             scheduling_policy=config.scheduling_policy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.scheduler.budget import Budget
 from services.scheduler.flight import Flight
 from services.scheduler.limits import Limits
 from services.scheduler.queues import Queues
@@ -20,8 +21,14 @@ class Prefill:
         self._queues = queues
         self._flight = flight
 
-    def enter(self, draft: Draft, sequence: Sequence, budget: int) -> int:
-        """Gives a sequence that has its table a slot, and plans its first chunk; returns the chunk's length."""
+    @property
+    def blocks_missing(self) -> int:
+        """Blocks that prompts under way have yet to take. They were there at admission, and are kept for them."""
+        blocks_for = self._limits.blocks_for
+        return sum(blocks_for(len(one.feed)) - len(one.blocks) for one in self._queues.prefilling)
+
+    def enter(self, draft: Draft, sequence: Sequence, budget: Budget) -> None:
+        """Gives a sequence that has its table a slot, and plans its first chunk."""
         self._queues.leave(sequence)
         sequence.state = State.PREFILL
         sequence.slot = self._rows.occupy(sequence)
@@ -30,23 +37,23 @@ class Prefill:
         if sequence.request.search is not None:
             self._beams.requests[sequence.request] = None
         draft.new_row(sequence, self._rows.generations[sequence.slot], sequence.cached)
-        return self._compute(draft, sequence, budget, new=True)
+        self._compute(draft, sequence, budget, new=True)
 
-    def go_on(self, draft: Draft, budget: int) -> int:
-        """Plans the next chunk of each prompt under way, within ``budget`` tokens; returns what is left of that."""
+    def go_on(self, draft: Draft, budget: Budget) -> None:
+        """Plans the next chunk of each prompt under way."""
         for sequence in list(self._queues.prefilling):
-            budget -= self._compute(draft, sequence, budget)
-        return budget
+            self._compute(draft, sequence, budget)
 
-    def _compute(self, draft: Draft, sequence: Sequence, budget: int, *, new: bool = False) -> int:
-        """Plans the next chunk of a prompt within ``budget`` tokens and the free blocks; returns its length."""
+    def _compute(self, draft: Draft, sequence: Sequence, budget: Budget, *, new: bool = False) -> None:
+        """Plans the next chunk of a prompt, as far as budget and free blocks go."""
         size, start, total = self._limits.block_size, sequence.computed, len(sequence.feed)
         room = (len(sequence.blocks) + self._tables.pool.num_available) * size - start
-        count = min(budget, room, total - start)
+        count = budget.chunk(start, min(room, total - start))
         if count <= 0:
             if new:
                 draft.table(sequence.slot, sequence.blocks)
-            return 0
+            return
+        budget.spend(start, count)
         end = start + count
         missing = self._limits.blocks_for(end) - len(sequence.blocks)
         if missing > 0:
@@ -63,7 +70,6 @@ class Prefill:
         else:
             samples = []
         draft.chunk(sequence, start, sequence.feed[start:end], samples)
-        return count
 
     def _start_decoding(self, draft: Draft, leader: Sequence, start: int) -> list[Sequence]:
         """The sequences that sample from the last position of a prompt, whose last chunk begins at ``start``.

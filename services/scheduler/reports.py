@@ -69,6 +69,7 @@ def status(
             "waiting_by_reason": core.admission.waiting_by_reason(),
             "tenants": shares.counters() if shares is not None else {},
             "preemption": core.preemption.status(),
+            "step_seconds": core.costs.status(),
         }
     return Reply(query.number, 200, body, following)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from services.scheduler.admission import Admission
 from services.scheduler.beams import Beams
+from services.scheduler.budget import Budget, Budgets
 from services.scheduler.constrained import Constrained
 from services.scheduler.decodes import Decodes
 from services.scheduler.ends import Ends
@@ -33,6 +34,7 @@ from services.scheduler.request import Request, State
 from services.scheduler.rows import Rows, Slots
 from services.scheduler.running import Running
 from services.scheduler.stats import Load, Stats
+from services.scheduler.step_costs import StepCosts
 from services.scheduler.steps import Draft, Step
 from services.scheduler.streams import Streams
 from services.scheduler.swaps import Swaps
@@ -76,6 +78,8 @@ class Scheduler:
         self.swaps = swaps = Swaps(tables, host, flight)
         self.beams = Beams(tables, flight)
         self.running = running = Running(self.rows, self.beams, flight)
+        self.costs = StepCosts()
+        self._budgets = Budgets(limits, self.costs)
         self.preemption = Preemption(limits.preemption_mode)
         self.decodes = Decodes(tables, running, flight, stats)
         self.victims = Victims(self.preemption, tables, running, self.decodes, queues, swaps, flight, stats)
@@ -198,18 +202,19 @@ class Scheduler:
         draft.pause, draft.resume = self.rows.pause([] if secure else self.decodes.short_of_memory())
         decode_slots = self.rows.decode_slots()
         self.victims.swap_out(draft, swapped)
-        budget = self.limits.max_num_batched_tokens - len(decode_slots)
+        decodes, budget = len(decode_slots), None
         if secure:
             self.decodes.append_blocks(draft)
             self.decodes.copy_forked_blocks(draft)
-            budget -= self.decodes.plan_beams(draft)
-            budget = self.constrained.plan_runs(draft, runs, budget)
-            budget = self.prefill.go_on(draft, budget)
-            budget = self.admission.admit(draft, budget)
+            decodes += self.decodes.plan_beams(draft)
+            decodes += self.constrained.plan_runs(draft, runs, self.limits.max_num_batched_tokens - decodes)
+            budget = self._budgets.make(decodes, self._prompts())
+            self.prefill.go_on(draft, budget)
+            self.admission.admit(draft, budget)
         self.rows.forked[decode_slots] = False
         if not len(decode_slots) and draft.is_empty:
             return None
-        return self._commit(draft, decode_slots, self.limits.max_num_batched_tokens - budget)
+        return self._commit(draft, decode_slots, decodes, budget)
 
     def mask(self) -> Mask | None:
         """What the oldest step in flight may sample, if anybody does so under a mask; once for each step."""
@@ -241,6 +246,10 @@ class Scheduler:
         self._publish(step)
         self.flight.land()
         self.victims.measure(step, timings)
+        if "total" in timings and not any(step.moved.values()):
+            self.costs.observe(
+                timings["total"], decodes=step.decodes, prompt_tokens=step.prompt_tokens, contexts=step.contexts
+            )
         searches = self._take_logprobs(step, logprobs) if logprobs is not None else ()
         if prompt_logprobs is not None:
             _take_prompt_logprobs(step, prompt_logprobs)
@@ -268,6 +277,10 @@ class Scheduler:
         self._full = True
 
     # ---- within ----------------------------------------------------------------------------------------------------
+
+    def _prompts(self) -> int:
+        """How many prompts are under way, or could be if they were admitted now."""
+        return len(self.queues.prefilling) + min(self.queues.num_waiting, self.running.num_free_rows)
 
     def _publish(self, step: Step) -> None:
         """Blocks that this step filled may be found by others from now on."""
@@ -319,7 +332,7 @@ class Scheduler:
                     sequence.logprobs.append(found)
         return list(searches)
 
-    def _commit(self, draft: Draft, decode_slots: Slots, tokens: int) -> Plan:
+    def _commit(self, draft: Draft, decode_slots: Slots, decodes: int, budget: Budget | None) -> Plan:
         step_id = self.flight.next_step
         self.rows.length[decode_slots] += 1
         sequences = [self.rows.occupant(slot) for slot in decode_slots.tolist()] + draft.sampled
@@ -332,7 +345,9 @@ class Scheduler:
                 lengths=self.rows.length[decode_slots],
                 chunks=draft.chunks,
                 pins=draft.pins,
-                tokens=tokens,
+                decodes=decodes,
+                prompt_tokens=budget.prompt_tokens if budget is not None else 0,
+                contexts=budget.contexts if budget is not None else 0.0,
                 sent=self.pool.now,
                 moved={"swap_out": len(draft.swap_out), "swap_in": len(draft.swap_in)},
                 efforts=draft.efforts,

@@ -23,8 +23,9 @@ class Step:
     """A plan in flight. Result i belongs to ``slots[i]``, that is to ``sequences[i]``.
 
     lengths: of the decode rows, which come first: tokens whose KV is stored when the step has run. chunks: sequences
-    that had a chunk, and the same of them. pins: blocks the step copies from, which it holds itself. vacated: sequences
-    that have ended or were preempted since, whose blocks this is the last step to name. tokens: how many it computes.
+    that had a chunk, and the same of them. decodes: rows with one token each, beams included. prompt_tokens: in chunks
+    of prompts, and contexts: the tokens before each of these, in sum. pins: blocks the step copies from, which it holds
+    itself. vacated: sequences that have ended or were preempted since, whose blocks this is the last step to name.
     moved: blocks swapped, by the timing's name. efforts: what of it preemptions cost. host: host blocks that this is
     the last step to name. masked: who samples under a mask, from which slot, and the position of that token; mask_sent:
     whether the workers have the masks.
@@ -35,8 +36,10 @@ class Step:
     sequences: list[Sequence]
     lengths: Slots
     chunks: list[tuple[Sequence, int]]
+    decodes: int
+    prompt_tokens: int
+    contexts: float
     pins: list[int]
-    tokens: int
     sent: float
     moved: dict[str, int] = field(default_factory=dict)
     efforts: list[Effort] = field(default_factory=list)
@@ -44,6 +47,10 @@ class Step:
     vacated: list[Sequence] = field(default_factory=list)
     masked: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
     mask_sent: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prompt_tokens
 
     @property
     def gives_back(self) -> bool:

@@ -70,7 +70,7 @@ class Victims:
     def measure(self, step: Step, timings: Mapping[str, float]) -> None:
         """What a step took: for the costs to predict from, and for the preemptions that it carried out."""
         amounts = {"forward": step.tokens, **step.moved}
-        self._preemption.costs.observe(timings, amounts, prompt_tokens=step.tokens - len(step.lengths))
+        self._preemption.costs.observe(timings, amounts, prompt_tokens=step.prompt_tokens)
         for decision, part, amount in step.efforts:
             decision.measured += timings.get(part, 0.0) * amount / max(amounts.get(part, 0), 1)
 
