@@ -124,6 +124,8 @@ class Link:
                     self._on_message(message)
                 except Exception:  # one message must not end the conversation for all requests
                     log.exception("while handling %s from %s", type(message).__name__, self.name)
+            # While messages wait, receiving never does: everything else in this process gets its turn here.
+            await asyncio.sleep(0)
 
     async def _beat(self) -> None:
         due = time.monotonic()

@@ -1,8 +1,9 @@
 """Requests under way: what each sequence has produced and its client has not taken yet.
 
 A ``Call`` is one HTTP request; it holds one ``Request`` (rid) per prompt, and each of those an ``Output`` per sequence.
-The engine feeds them as messages arrive; the HTTP side waits on the call and takes what is there. What a slow client
-has not taken is merged, so memory is bounded by the output itself.
+The engine feeds them as messages arrive; the HTTP side waits on the call and takes what is there, or follows it: then
+it is called with each message, which costs a fraction of waking a task for it. What a slow client has not taken is
+merged, so memory is bounded by the output itself.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -68,7 +69,7 @@ class ToolCall:
 Part = Content | Reasoning | CallStart | CallArguments
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every event, and freezing costs more than all the rest of it
 class Delta:
     """What one sequence produced since the last take. finished is set with its last piece, first with its first.
 
@@ -198,8 +199,9 @@ class Channel(Protocol):
 class Request:
     """One prompt: its submission, where it went, and how far it is."""
 
-    def __init__(self, submit: SubmitText, changed: asyncio.Event) -> None:
+    def __init__(self, submit: SubmitText, call: Call) -> None:
         self.submit = submit
+        self.call = call
         self.rid = submit.rid
         self.outputs = [Output() for _ in range(submit.sampling.n)]
         self.channel: Channel | None = None
@@ -215,7 +217,6 @@ class Request:
         self.heard = self.arrived
         self.first_token: float | None = None
         self.last_token = self.arrived
-        self._changed = changed
 
     @property
     def over(self) -> bool:
@@ -229,31 +230,36 @@ class Request:
     def accept(self, prompt_tokens: int, prompt_ids: Int32, prompt: str) -> None:
         self.accepted = True
         self.prompt_tokens, self.prompt_ids, self.prompt = prompt_tokens, prompt_ids.tolist(), prompt
-        self._changed.set()
+        self.call.tell()
 
     def fail(self, error: RequestError, *, ended: bool = False) -> None:
         self.ended = self.ended or ended
         if not self.over:
             self.error = error
-        self._changed.set()
+        self.call.has_ends = True
+        self.call.tell()
 
     def finish(self, done: Done) -> None:
+        """The call has to be told."""
         self.ended = True
         if not self.over:
             self.done = done
-        self._changed.set()
-
-    def progress(self) -> None:
-        self._changed.set()
+        self.call.has_ends = True
 
 
 class Call:
-    """The requests of one HTTP request, in the order of its prompts."""
+    """The requests of one HTTP request, in the order of its prompts.
+
+    has_ends: one of its requests is over, or nobody is left to answer. follow: if set, is called at once when there is
+    news; False: it cannot take it now, and who waits is woken.
+    """
 
     def __init__(self, submits: Sequence[SubmitText]) -> None:
+        self.requests = [Request(submit, self) for submit in submits]
+        self.gone = self.has_ends = False
+        self.follow: Callable[[], bool] | None = None
         self._changed = asyncio.Event()
-        self.requests = [Request(submit, self._changed) for submit in submits]
-        self.gone = False
+        self._failure: Exception | None = None  # of ``follow``
 
     @property
     def error(self) -> RequestError | None:
@@ -263,9 +269,18 @@ class Call:
     def over(self) -> bool:
         return all(request.over for request in self.requests)
 
+    def tell(self) -> None:
+        """There is news about a request. Never raises: what ``follow`` does wrong is for who waits to hear."""
+        try:
+            if self.follow is not None and self.follow():
+                return
+        except Exception as error:
+            self._failure, self.follow = error, None
+        self._changed.set()
+
     def leave(self) -> None:
         """The client is gone: whoever waits on this call gets ClientGone."""
-        self.gone = True
+        self.gone = self.has_ends = True
         self.wake()
 
     def wake(self) -> None:
@@ -273,10 +288,12 @@ class Call:
         self._changed.set()
 
     async def changed(self) -> None:
-        """Waits for news about any of the requests. Raises ClientGone."""
+        """Waits for news about any of the requests. Raises ClientGone, or what ``follow`` raised."""
         if not self.gone:
             await self._changed.wait()
             self._changed.clear()
+        if self._failure is not None:
+            raise self._failure
         if self.gone:
             raise ClientGone
 

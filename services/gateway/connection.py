@@ -1,5 +1,7 @@
 """uvicorn's HTTP/1.1 protocol with the limits it lacks: how long a request's head may be, and how long it may take.
 
+It also lets an answer that streams write pieces of its body without a task (``Body``).
+
 httptools collects a header field without a limit, joining its pieces again with each read. So a head that never ends
 costs memory, and time of the one loop that all streams share, which grows with its square.
 """
@@ -10,7 +12,7 @@ import asyncio
 from typing import Any
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.body import BODY_TIMEOUT
 from services.gateway.errors import error_body
@@ -20,6 +22,27 @@ HEAD_LIMIT = 64 << 10  # bytes of a request's target and headers; also of a body
 HEAD_TIMEOUT = 30.0  # seconds from a connection's or head's first byte until the head is whole
 BODY_GRACE = 10.0  # seconds that the app has to answer a body that came too slowly, before the connection is closed
 READ_GRACE = 2.0  # seconds that a refused client has to read why, while what it still sends is thrown away
+
+
+BODY = "quire.body"  # the ASGI extension under which an answer finds its ``Body``
+
+
+class Body:
+    """The body of an answer whose headers have left. What is written here is as if sent with ``more_body``."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the client reads too slowly, so that only a ``send``, which waits, may follow."""
+        return self._cycle.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """Nothing happens when the client is gone: the app hears of that by itself."""
+        cycle = self._cycle
+        if not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
 
 
 class Connection(HttpToolsProtocol):
@@ -68,6 +91,7 @@ class Connection(HttpToolsProtocol):
             return
         self._limit_time(BODY_TIMEOUT + BODY_GRACE)
         super().on_headers_complete()
+        self.scope["extensions"] = {BODY: Body(self.cycle)}
 
     def on_chunk_header(self) -> None:
         self._gave = True

@@ -18,6 +18,7 @@ from services.gateway.calls import Call, Request
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model import Limits
 from services.gateway.queries import Queries
+from shared.codec import no_ids
 from shared.errors import ConfigError, RequestError
 from shared.ids import Identity, RidMaker, new_epoch
 from shared.link import Link
@@ -42,6 +43,7 @@ from shared.wire import (
 
 log = logging.getLogger(__name__)
 
+NO_IDS = no_ids()
 QUIET_LIMIT = 10.0  # seconds without news of an accepted request after which the gateway asks whether it missed some
 FAILURE_STATUS = {"queue_timeout": 503, "deadline_exceeded": 503, "grammar_failed": 400}  # any other: 500
 START_GRACE = 600.0  # seconds before the first WELCOME during which the process still counts as alive
@@ -384,9 +386,11 @@ class Engine:
             message.id_counts,
             strict=True,
         )
+        told: dict[Call, None] = {}  # once each, when all of the message is taken in
         begin = 0
         for entry, (rid, seq, offset, channel, text, tokens, id_count) in enumerate(columns):
-            ids, begin = message.ids[begin : begin + id_count], begin + id_count
+            ids = message.ids[begin : begin + id_count] if id_count else NO_IDS
+            begin += id_count
             request = tokenizer.requests.get(rid)
             if request is None:
                 continue
@@ -397,7 +401,7 @@ class Engine:
                 output.gap = True
             elif output.feed(offset, text, tokens, ids, logprobs.get(entry, ()), channel):
                 self._measure(request, output.tokens - before, now)
-                request.progress()
+                told[request.call] = None
             if output.gap and not asked:
                 self._ask_again(tokenizer, rid, seq, output.chars)
         for finished in message.finished:
@@ -405,7 +409,7 @@ class Engine:
             if request is None or request.outputs[finished.seq].gap:
                 continue
             request.outputs[finished.seq].finish(finished)
-            request.progress()
+            told[request.call] = None
             if finished.reason == "error":
                 request.fail(_failure(finished), ended=True)
         received = []
@@ -419,8 +423,11 @@ class Engine:
                 if missing:
                     continue
                 request.finish(done)
+                told[request.call] = None
                 self._measure_end(request, done.completion_tokens, now)
             received.append(done.rid)
+        for call in told:
+            call.tell()
         if received:
             tokenizer.send(Ack(received))
 

@@ -261,7 +261,8 @@ class Generation(Generic[Q]):
                 answer = self._api.answer(asked, call, model)
                 log.debug("request_id=%s is %s", state["request_id"], answer.id)
                 if asked.stream:
-                    async with EventStream(send, self._config.sse_keep_alive_interval, call.wake) as stream:
+                    interval = self._config.sse_keep_alive_interval
+                    async with EventStream(scope, send, interval, call.wake) as stream:
                         await _stream(answer, call, stream)
                     return
                 await call.finished()
@@ -271,13 +272,28 @@ class Generation(Generic[Q]):
 
 async def _stream(answer: Answer, call: Call, stream: EventStream) -> None:
     outputs = [(request, output) for request in call.requests for output in request.outputs]
-    await stream.start()
-    events = answer.opening()
-    while True:
+
+    def news() -> list[bytes]:
+        """Events of all that has come since the last call."""
+        events = []
         for index, (request, output) in enumerate(outputs):
             delta = output.take()
             if delta is not None:
                 events += answer.piece(index, request, delta)
+        return events
+
+    def follow() -> bool:
+        """Writes what a message has just brought; the end, and waiting for a slow client, are left to the task."""
+        if call.has_ends or not stream.is_open:
+            return False
+        if events := news():
+            stream.push(events)
+        return True
+
+    await stream.start()
+    events = answer.opening()
+    while True:
+        events += news()
         if call.error is not None:
             await stream.end([*events, *answer.failure(call.error)])
             return
@@ -289,7 +305,9 @@ async def _stream(answer: Answer, call: Call, stream: EventStream) -> None:
             events = []
         elif stream.silent:
             await stream.keep_alive()
+        call.follow = follow
         await call.changed()
+        call.follow = None
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import orjson
-from starlette.types import Send
+from starlette.types import Scope, Send
+
+from services.gateway.connection import BODY, Body
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -33,8 +35,9 @@ class EventStream:
     whenever nothing was written for ``interval`` seconds (0: never).
     """
 
-    def __init__(self, send: Send, interval: float, wake: Callable[[], None]) -> None:
+    def __init__(self, scope: Scope, send: Send, interval: float, wake: Callable[[], None]) -> None:
         self._send, self._interval, self._wake = send, interval, wake
+        self._body: Body | None = (scope.get("extensions") or {}).get(BODY)
         self.silent = False
         self._written = False  # something, since the timer was set
         self._timer: asyncio.TimerHandle | None = None
@@ -49,6 +52,17 @@ class EventStream:
     async def start(self) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         self._listen()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``push`` can write now; never while another method of this runs."""
+        return self._body is not None and not self._body.is_blocked
+
+    def push(self, events: list[bytes]) -> None:
+        """Sends events together, past all that is between here and the connection. Only while ``is_open``."""
+        assert self._body is not None
+        self._written, self.silent = True, False
+        self._body.write(b"".join(events))
 
     async def write(self, events: list[bytes]) -> None:
         """Sends events together; waits while the client's socket is full."""

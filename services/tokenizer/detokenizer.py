@@ -22,16 +22,15 @@ import tokenizers
 
 from shared.errors import ConfigError
 
-Piece = bytes | int | None  # text in UTF-8 (perhaps part of a character), one byte of a character, nothing
+Piece = str | bytes | int | None  # text, bytes that hold part of a character, one byte of a character, nothing
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
     """The text state of one sequence."""
 
-    @property
-    def pending(self) -> bool:
-        """Whether bytes of an incomplete character wait."""
+    pending: bool
+    """Whether bytes of an incomplete character wait."""
 
     def feed(self, piece: Piece) -> str:
         """Characters that are complete now."""
@@ -42,33 +41,32 @@ class Detokenizer(Protocol):
 
 class ByteLevelDetokenizer:
     def __init__(self) -> None:
+        self.pending = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    @property
-    def pending(self) -> bool:
-        return bool(self._decoder.getstate()[0])
-
     def feed(self, piece: Piece) -> str:
-        return self._decoder.decode(piece) if isinstance(piece, bytes) else ""
+        if type(piece) is str and not self.pending:  # nearly every token
+            return piece
+        text = self._decoder.decode(bytes_of(piece))
+        self.pending = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
+        self.pending = False
         return self._decoder.decode(b"", True)
 
 
 class ByteFallbackDetokenizer:
     def __init__(self) -> None:
+        self.pending = False
         self._tail = b""
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._tail)
 
     def feed(self, piece: Piece) -> str:
         if piece is None:
             return ""
-        if isinstance(piece, bytes):
-            return self.finish() + piece.decode()
-        self._tail += bytes((piece,))
+        if type(piece) is str:
+            return self.finish() + piece if self.pending else piece
+        self._tail += bytes_of(piece)
         text = ""
         while self._tail:
             try:
@@ -80,11 +78,18 @@ class ByteFallbackDetokenizer:
                 self._tail = self._tail[1:]
             else:
                 self._tail = b""
+        self.pending = bool(self._tail)
         return text
 
     def finish(self) -> str:
-        text, self._tail = REPLACEMENT * len(self._tail), b""
+        text, self._tail, self.pending = REPLACEMENT * len(self._tail), b"", False
         return text
+
+
+def bytes_of(piece: Piece) -> bytes:
+    if isinstance(piece, str):
+        return piece.encode()
+    return bytes((piece,)) if isinstance(piece, int) else piece or b""
 
 
 class Pieces:
@@ -134,8 +139,12 @@ class Pieces:
         if self.byte_level:
             values = [self._characters.get(character) for character in token]
             known = [value for value in values if value is not None]
-            # A token with a character outside the alphabet (an added one) stands for itself, as in the library.
-            return bytes(known) if len(known) == len(values) else token.encode()
+            if len(known) < len(values):  # a character outside the alphabet: an added token, which stands for itself
+                return token
+            try:
+                return bytes(known).decode()
+            except UnicodeDecodeError:
+                return bytes(known)
         if self.byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             try:
                 return int(token[3:5], 16)
@@ -143,7 +152,7 @@ class Pieces:
                 pass
         for old, new in self._replacements:
             token = token.replace(old, new)
-        return token.encode()
+        return token
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:

@@ -66,6 +66,8 @@ class Encoder:
 
     async def prompt(self, message: SubmitText, limits: Welcome) -> Prompt:
         """Raises RequestError: 400 for what is wrong with the request, 503 when too many wait."""
+        if message.messages is None and message.prompt is None and not (message.echo or message.bad_words):
+            return self._prompt(message, None, "", limits)  # of ids: the checks cost less than a thread
         chat = None
         if message.messages is not None:
             chat = Conversation(message.messages, message.template_kwargs, message.tools, message.chat_template)

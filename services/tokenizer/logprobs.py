@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.tokenizer.detokenizer import Pieces
+from services.tokenizer.detokenizer import Pieces, bytes_of
 from shared.logprobs import Found
 from shared.wire import Candidate, TokenLogprob
 
 
 def own_bytes(pieces: Pieces, id: int) -> bytes:
     """What a token stands for, be it part of a character; special tokens are spelled out."""
-    piece = pieces.get(id, False)
-    return bytes((piece,)) if isinstance(piece, int) else piece or b""
+    return bytes_of(pieces.get(id, False))
 
 
 def in_words(pieces: Pieces, id: int, found: Found | None, offset: int) -> TokenLogprob:

@@ -19,7 +19,7 @@ from shared.logprobs import Found
 from shared.wire import Done, Finished, PromptText, SubmitTokens, Text, TextLogprobs, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would cost as much as all else that is done for a token
 class Chunk:
     """Text of one channel from character ``offset`` on, after which ``token_count`` output tokens are covered.
 
@@ -146,10 +146,12 @@ class OutputSequence:
 
     def _cover(self) -> None:
         decided = self._parsed - (self._parser.held if self._parser is not None else 0)
-        while self._covered < len(self.ids) and (self._over or self._ends[self._covered] <= decided):
+        covered, tokens, ends = self._covered, len(self.ids), self._ends
+        while covered < tokens and (self._over or ends[covered] <= decided):
             if self._parser is not None:
-                self._ends[self._covered] = self._told_length
-            self._covered += 1
+                ends[covered] = self._told_length
+            covered += 1
+        self._covered = covered
 
     def _chunks(self, offset: int, pieces: list[Piece], first: int) -> list[Chunk]:
         """One chunk for each piece; the last has the tokens from ``first`` on."""

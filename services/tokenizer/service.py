@@ -227,6 +227,7 @@ class Service:
                 self._to_gateway(raw, Fault(str(error)))
             except Exception:  # one message must not end the service of all others
                 log.exception("while handling a message from %r", raw[:64])
+            await asyncio.sleep(0)  # while messages wait, receiving never does
 
     def _from_gateway(self, raw: bytes, frames: list[bytes]) -> None:
         message = decode(frames)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
@@ -258,8 +259,8 @@ class Streams:
             raise WireError("Tokens: columns of different length")
         if sum(message.counts) != len(message.ids) or any(count < 0 for count in message.counts):
             raise WireError(f"Tokens: counts do not cut {len(message.ids)} ids")
-        now, ids, start = self._clock(), message.ids.tolist(), 0
-        batches: dict[bytes | None, TextBatch] = {}
+        now, ids, start, new = self._clock(), message.ids.tolist(), 0, 0
+        batches: defaultdict[bytes | None, TextBatch] = defaultdict(TextBatch)
         logprobs = dict(by_entry(message.logprobs)) if message.logprobs is not None else {}
         for prompt in message.prompts:
             self._take_prompt(prompt, batches)
@@ -270,9 +271,10 @@ class Streams:
                 request, sequence = found
                 request.heard = now
                 found_logprobs = [logprobs[place] for place in range(start, end)] if start in logprobs else []
-                batch = _batch(batches, request)
-                self._grow(request, seq, sequence, offset, ids[start:end], found_logprobs, batch)
+                batch = batches[request.gateway]
+                new += self._grow(request, seq, sequence, offset, ids[start:end], found_logprobs, batch)
             start = end
+        self._detokenized.inc(new)
         for finished in message.finished:
             found = self._find(finished.rid, finished.seq)
             if found is not None and found[1].finished is None:
@@ -281,7 +283,7 @@ class Streams:
                     self._ask(request, finished.seq, sequence)
                 else:
                     sequence.end(finished)
-                    batch = _batch(batches, request)
+                    batch = batches[request.gateway]
                     batch.add(request, finished.seq, sequence.take())
                     batch.finish(finished)
         for done in message.done:
@@ -290,14 +292,14 @@ class Streams:
             if gateway is not None:
                 self._send(gateway, batch)
 
-    def _take_prompt(self, prompt: PromptLogprobs, batches: dict[bytes | None, TextBatch]) -> None:
+    def _take_prompt(self, prompt: PromptLogprobs, batches: defaultdict[bytes | None, TextBatch]) -> None:
         found = self._find(prompt.rid, 0)
         if found is None or found[0].prompt_words:
             return
         request, _ = found
         ids, known = request.prompt_ids.tolist(), dict(by_entry(prompt.logprobs))
         request.prompt_words = prompt_in_words(self._pieces, ids, known, request.skip_special)
-        _batch(batches, request).prompt(request)
+        batches[request.gateway].prompt(request)
 
     def _grow(
         self,
@@ -308,17 +310,21 @@ class Streams:
         ids: list[int],
         logprobs: list[Found],
         batch: TextBatch,
-    ) -> None:
+    ) -> int:
+        """Returns how many of the ids were new."""
         have = len(sequence.ids)
         if sequence.over or offset + len(ids) <= have:
-            return
+            return 0
         if offset > have:
             self._ask(request, seq, sequence)
-            return
-        sequence.push(ids[have - offset :], logprobs[have - offset :])
-        self._detokenized.inc(len(sequence.ids) - have)
+            return 0
+        if offset < have:
+            ids, logprobs = ids[have - offset :], logprobs[have - offset :]
+        sequence.push(ids, logprobs)
         batch.add(request, seq, sequence.take())
-        self._stop_if_found(request, seq, sequence, batch)
+        if sequence.stop_string is not None:
+            self._stop_if_found(request, seq, sequence, batch)
+        return len(sequence.ids) - have
 
     def _stop_if_found(self, request: Request, seq: int, sequence: OutputSequence, batch: TextBatch) -> None:
         """Ends a sequence in which a stop string was found: the gateway hears it at once, the scheduler too."""
@@ -329,7 +335,7 @@ class Streams:
             batch.finish(finished)
             self._to_scheduler(Stop(request.rid, seq, keep))
 
-    def _end(self, done: Done, batches: dict[bytes | None, TextBatch]) -> None:
+    def _end(self, done: Done, batches: defaultdict[bytes | None, TextBatch]) -> None:
         request = self._requests.get(done.rid)
         if request is None:
             self._to_scheduler(Ack([done.rid]))  # over and forgotten here: its first ACK was lost
@@ -346,7 +352,7 @@ class Streams:
         if request.gateway is None:
             self.acknowledge([request.rid])
         else:
-            _batch(batches, request).end(done)
+            batches[request.gateway].end(done)
 
     def _find(self, rid: int, seq: int) -> tuple[Request, OutputSequence] | None:
         request = self._requests.get(rid)
@@ -460,10 +466,6 @@ class Streams:
         message = batch.message()
         if message is not None:
             self._to_gateway(gateway, message)
-
-
-def _batch(batches: dict[bytes | None, TextBatch], request: Request) -> TextBatch:
-    return batches.setdefault(request.gateway, TextBatch())
 
 
 def _accept(request: Request) -> Accept:

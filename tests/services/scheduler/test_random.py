@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.scheduler.prefix_cache import digest
 from services.scheduler.streams import RESEND_AFTER
 from shared.errors import RequestError
+from shared.wire import Plan
 from tests.services.scheduler.simulation import EOS, OWNER, VOCAB, Simulation, toy_logprob, toy_output
 from tests.services.scheduler.test_beams import toy_beams
 from tests.services.scheduler.toy_grammar import GRAMMARS, constrained_output, new_grammar
@@ -24,6 +25,13 @@ MOST_OPEN = 12  # requests at a time, so that checking them all after every oper
 def few_keys(data: bytes) -> bytes:
     """Keys of four bits: most of them collide."""
     return bytes([digest(data)[0] & 15])
+
+
+def slow(plan: Plan) -> dict[str, float]:
+    """Steps long enough for prompts to be cut into blocks."""
+    total = 0.01 * bool(plan.decodes) + 0.002 * len(plan.tokens)
+    swapped = {name: 1e-5 for name in ("swap_out", "swap_in") if len(getattr(plan, name))}
+    return {"forward": total, "total": total, **swapped}
 
 
 class Driver:
@@ -41,8 +49,11 @@ class Driver:
             host_blocks=rng.choice([0, 4, 30]),
             enable_prefix_caching=rng.random() < 0.9,
             prefix_isolation=rng.choice(["none", "tenant"]),
+            max_step=rng.choice([None, 0.0, 0.02]),
             digest=rng.choice([digest, few_keys]),
         )
+        if rng.random() < 0.5:
+            self.simulation.timings = slow
         self.held = rng.random() < 0.4
         self.prompts: list[list[int]] = []
         self.salted: dict[int, tuple[tuple[str, str], list[int]]] = {}  # by rid: what must be equal to share; prompt

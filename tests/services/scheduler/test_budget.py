@@ -1,0 +1,158 @@
+"""Prompts beside running streams: how long steps get, who gets what of them, and that all goes on.
+
+The worker's time is made up, so that every figure can be counted by hand: 10 ms for decodes however many there are,
+1 ms for a prompt's token and 100 ns more for every token before it.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from services.scheduler.budget import STRETCH, TOGETHER
+from shared.wire import Plan
+from tests.services.scheduler.simulation import VOCAB, Simulation, toy_output
+
+DECODES, TOKEN, CONTEXT = 0.010, 0.001, 1e-7
+
+
+def chunk_seconds(start: int, count: int) -> float:
+    return sum(TOKEN + CONTEXT * position for position in range(start, start + count))
+
+
+def seconds(plan: Plan) -> float:
+    chunks = zip(plan.chunk_starts, plan.chunk_lens, strict=True)
+    return (DECODES if plan.decodes else 0.0) + sum(chunk_seconds(*one) for one in chunks)
+
+
+def timed(**fields: object) -> Simulation:
+    """A simulation on that worker, which knows its costs: it has run a prompt and decodes."""
+    defaults = {"num_blocks": 1200, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 8192}
+    simulation = Simulation(**(defaults | fields))  # type: ignore[arg-type]
+
+    def timings(plan: Plan) -> dict[str, float]:
+        simulation.now += seconds(plan)
+        return {"forward": seconds(plan), "total": seconds(plan)}
+
+    simulation.timings = timings
+    for length in (20, 600):
+        simulation.submit(10_000 + length, [1] * length, 4, temperature=1.0, seed=length)
+        simulation.drain()
+    simulation.plans.clear()
+    return simulation
+
+
+def streams(simulation: Simulation, count: int = 16, max_tokens: int = 500) -> None:
+    for rid in range(1, count + 1):
+        simulation.submit(rid, prompt(rid, 16), max_tokens)
+    while len(simulation.scheduler.rows.decode_slots()) < count:
+        simulation.round()
+    simulation.round()
+    simulation.plans.clear()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=length)
+
+
+def test_a_long_prompt_stretches_the_steps_of_16_streams_by_three_quarters_at_most() -> None:
+    """A long prompt stops no stream (vllm #10774, #57413)."""
+    simulation = timed()
+    streams(simulation)
+    began = simulation.now
+    simulation.submit(100, prompt(100, 4096), 2)
+    while (100, 0) not in simulation.outputs:
+        simulation.round()
+        simulation.receive()
+    chunked = [plan for plan in simulation.plans if plan.chunk_lens]
+    assert all(plan.decodes == 16 for plan in chunked)
+    longest = max(map(seconds, chunked))
+    assert longest <= DECODES * (1 + STRETCH) * 1.1 or max(len(plan.tokens) for plan in chunked) == 16
+    assert max(len(plan.tokens) for plan in chunked) == 16  # 7.5 ms are 7 tokens: less than the block that must go on
+    # 256 steps with a block each, from the context of 0 to that of 4,080.
+    assert len(chunked) == 256
+    assert simulation.now - began < 256 * DECODES + chunk_seconds(0, 4096) + 4 * DECODES
+    assert simulation.outputs[100, 0][:1] == toy_output(prompt(100, 4096), 1)
+
+
+@pytest.mark.parametrize(("limit", "tokens"), [(0.060, 48), (0.030, 16), (0.005, 16), (0.0, 2032)])
+def test_max_step_is_kept_whatever_the_streams_pace(limit: float, tokens: int) -> None:
+    """60 ms leave 50 for prompts: 3 blocks of 16 ms; 30 leave 20: one; less than a block is a block; 0 is no limit."""
+    simulation = timed(max_step=limit)
+    streams(simulation)
+    simulation.submit(100, prompt(100, 4096), 2)
+    simulation.round()
+    simulation.round()
+    simulation.round()
+    chunks = [plan.chunk_lens for plan in simulation.plans if plan.chunk_lens]
+    assert chunks[:3] == [[tokens]] * 3 if limit else chunks == [[tokens], [tokens], [32]]
+
+
+def test_a_short_prompt_gets_through_beside_a_long_one() -> None:
+    """vllm #57413: short prompts waited for the whole of a long one."""
+    simulation = timed(max_step=0.075)
+    streams(simulation)
+    simulation.submit(100, prompt(100, 4096), 2)
+    simulation.round()
+    simulation.submit(101, prompt(101, 40), 2)
+    for _ in range(6):
+        simulation.round()
+    simulation.receive()
+    assert simulation.outputs[101, 0] == toy_output(prompt(101, 40), 2)
+    assert (100, 0) not in simulation.outputs
+    # While both are there each has half of the 65 ms, in whole blocks.
+    assert [32, 32] in [plan.chunk_lens for plan in simulation.plans]
+
+
+def test_many_prompts_that_come_together_are_not_held_back_by_a_few_streams() -> None:
+    """What the batch lacks is their tokens: nearly all of the time goes to them, 250 ms of each step."""
+    simulation = timed()
+    streams(simulation, 2)
+    began = simulation.now
+    for rid in range(100, 132):
+        simulation.submit(rid, prompt(rid, 128), 600)
+    while len(simulation.scheduler.rows.decode_slots()) < 34:
+        simulation.round()
+    took = simulation.now - began
+    assert took < 1.25 * 32 * chunk_seconds(0, 128)
+    assert max(map(seconds, simulation.plans)) <= 1.02 * (TOGETHER + DECODES)
+
+
+def test_with_nobody_decoding_a_prompt_is_computed_in_large_chunks_but_not_in_one() -> None:
+    simulation = timed()
+    simulation.submit(1, prompt(1, 4096), 2)
+    simulation.drain()
+    chunks = [length for plan in simulation.plans for length in plan.chunk_lens]
+    assert max(chunks) <= TOGETHER / TOKEN
+    assert len(chunks) < 32
+
+
+def test_chunks_cut_by_time_end_with_a_block() -> None:
+    simulation = timed(max_step=0.045)
+    streams(simulation)
+    simulation.submit(100, prompt(100, 24), 2)
+    simulation.drain()
+    simulation.plans.clear()
+    simulation.submit(101, prompt(100, 24)[:20] + prompt(101, 300), 2)  # 16 tokens are cached, and 4 by copy
+    simulation.drain()
+    starts = [start for plan in simulation.plans for start in plan.chunk_starts]
+    assert starts[0] == 20
+    assert all(start % 16 == 0 for start in starts[1:])
+
+
+def test_two_prompts_under_way_never_hold_half_of_the_pool_each() -> None:
+    """vllm #21809: who is let in finds the blocks of those under way taken, although they are still free."""
+    simulation = timed(num_blocks=41, max_step=0.020, max_model_len=640)
+    simulation.submit(1, prompt(1, 16), 200)
+    simulation.round()
+    for rid in (2, 3):  # 25 blocks each, of 40
+        simulation.submit(rid, prompt(rid, 400), 4)
+    while (2, 0) not in simulation.outputs:
+        simulation.round()
+        simulation.receive()
+        assert 3 not in [sequence.request.rid for sequence in simulation.scheduler.queues.prefilling]
+    simulation.drain()
+    assert all(simulation.outputs[rid, 0] == toy_output(prompt(rid, 400), 4) for rid in (2, 3))
+    assert sum(done.preemptions for done in simulation.done.values()) == 0
+    simulation.check_nothing_is_left()
