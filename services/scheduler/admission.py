@@ -9,6 +9,7 @@ import numpy as np
 
 from services.scheduler.budget import Budget
 from services.scheduler.flight import Flight
+from services.scheduler.preemption import Costs
 from services.scheduler.prefill import Prefill
 from services.scheduler.queues import Queues
 from services.scheduler.request import Sequence, State
@@ -33,6 +34,7 @@ class Admission:
         prefill: Prefill,
         swaps: Swaps,
         flight: Flight,
+        costs: Costs,
         stats: Stats,
         clock: Callable[[], float],
     ) -> None:
@@ -42,6 +44,7 @@ class Admission:
         self._prefill = prefill
         self._swaps = swaps
         self._flight = flight
+        self._costs = costs
         self._stats = stats
         self._clock = clock
         self._watermark = max(1, tables.pool.num_usable // SPARE)
@@ -67,6 +70,8 @@ class Admission:
                 break
             if sequence.request.scheduled is None:
                 self._note_first(sequence)
+            elif sequence.preempted_by is not None:
+                self._costs.came_back(len(sequence.feed), sequence.computed)
             self._prefill.enter(draft, sequence, budget)
         self._holdup = self._why_no_more(budget)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
-from services.scheduler.free_runs import FreeRuns
+from services.scheduler.free_runs import AUDITED, FreeRuns
 
 Owner = Any
 """Whoever holds a block: a sequence, or the id of a step that must be retired before the block may change (a pin)."""
@@ -155,8 +155,11 @@ class BlockPool:
         """How many runs of consecutive free blocks there are of each length."""
         return self._free.lengths()
 
-    def check_invariants(self, holdings: Iterable[tuple[Owner, Sequence[int]]]) -> None:
-        """Raises AssertionError unless each block is in one state and its owners are exactly those in ``holdings``."""
+    def audit(self, holdings: Iterable[tuple[Owner, Sequence[int]]]) -> Iterator[None]:
+        """Raises AssertionError unless each block is in one state and its owners are exactly those in ``holdings``.
+
+        Yields after every AUDITED blocks, as it takes long for a large pool.
+        """
         uses: dict[int, list[Owner]] = {}
         for owner, blocks in holdings:
             for block in blocks:
@@ -165,19 +168,22 @@ class BlockPool:
         assert not self._owners[0], "block 0 has owners"
         assert 0 not in self._cached, "block 0 is cached"
         assert not self._kept[0], "block 0 is kept"
-        free = self._free.check_invariants()
+        yield from self._free.audit()
         used, nobody = 0, list[Owner]()
         for block in range(1, self.num_usable + 1):
+            if block % AUDITED == 0:
+                yield
             owners = self._owners[block]
             wanted = uses.get(block, nobody)
             assert len(owners) == len(wanted), f"block {block} has {len(owners)} references, {len(wanted)} uses"
             if owners != wanted:
                 assert Counter(owners) == Counter(wanted), f"block {block} is held by {owners}, used by {wanted}"
             used += bool(owners)
-            assert bool(owners) + (block in self._cached) + (block in free) == 1, f"block {block} is not in one state"
-        assert used + len(self._cached) + len(free) == self.num_usable, "blocks are lost"
-        assert all(self._kept[block] for block in self._cached), "a cached block is not to be kept"
-        assert not any(self._kept[block] for block in free), "a free block is to be kept"
+            free, cached, kept = block in self._free, block in self._cached, bool(self._kept[block])
+            assert bool(owners) + cached + free == 1, f"block {block} is not in one state"
+            assert kept or not cached, f"cached block {block} is not to be kept"
+            assert not (kept and free), f"free block {block} is to be kept"
+        assert used + len(self._cached) + len(self._free) == self.num_usable, "blocks are lost"
 
     def _evict(self, count: int) -> None:
         """Makes ``count`` blocks free, the longest unused first; a few more, so that they form runs."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+from services.scheduler.free_runs import AUDITED
 
 
 class HostPool:
@@ -47,9 +49,13 @@ class HostPool:
             if not self._holders[block]:
                 self._free.append(block)
 
-    def check_invariants(self, holdings: Iterable[Iterable[int]]) -> None:
-        """Raises AssertionError unless the holders are exactly those in ``holdings``."""
+    def audit(self, holdings: Iterable[Iterable[int]]) -> Iterator[None]:
+        """Raises AssertionError unless the holders are exactly those in ``holdings``. Yields every AUDITED blocks."""
         uses = Counter(block for blocks in holdings for block in blocks)
+        free = set(self._free)
+        assert len(free) == len(self._free), "a host block is free twice"
         for block, count in enumerate(self._holders):
+            if block % AUDITED == 0:
+                yield
             assert count == uses[block], f"host block {block} has {count} holders, {uses[block]} uses"
-        assert sorted(self._free) == [block for block, count in enumerate(self._holders) if not count]
+            assert (block in free) == (not count), f"host block {block} is free and held, or neither"

@@ -18,7 +18,8 @@ from shared.errors import RequestError
 from shared.grammar import GrammarError
 from shared.wire import SubmitTokens
 
-REMEMBER_CANCEL = 10.0  # seconds an unknown rid's CANCEL keeps its SUBMIT from running
+REMEMBER_CANCEL = 10.0  # seconds an unknown rid's CANCEL keeps its SUBMIT from running,
+MOST_CANCELS = 65_536  # and how many such are remembered, the newest
 
 
 class Intake:
@@ -83,7 +84,10 @@ class Intake:
 
     def cancelled_early(self, rid: int) -> None:
         """A CANCEL came before its SUBMIT."""
+        self._cancelled.pop(rid, None)
         self._cancelled[rid] = self._clock()
+        if len(self._cancelled) > MOST_CANCELS:
+            del self._cancelled[next(iter(self._cancelled))]
 
     def is_cancelled(self, rid: int) -> bool:
         return rid in self._cancelled

@@ -2,40 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from services.scheduler.flight import MAX_STEPS_IN_FLIGHT
 from services.scheduler.request import Sequence, State
 from services.scheduler.scheduler import Scheduler
 
 
 class Audit:
-    """Checks a scheduler that has become idle, once after each time that it worked. Reports, and changes nothing."""
+    """Checks a scheduler that has become idle, once after each time that it worked. Reports, and changes nothing.
+
+    It goes on slice by slice, each well below a millisecond, and starts over when a step comes in between.
+    """
 
     def __init__(self) -> None:
-        self._checked = 0  # the last step before the last check
+        self._checked = 0  # the last step before the check that is under way, or was the last
+        self._slices: Iterator[None] | None = None
 
-    def __call__(self, scheduler: Scheduler) -> str:
-        """What is wrong, empty when all is right or when it is not the time to look."""
-        busy = scheduler.steps or scheduler.rows.num_used or scheduler.queues.num_waiting
-        if busy or scheduler.last_step == self._checked:
-            return ""
-        self._checked = scheduler.last_step
+    @property
+    def is_under_way(self) -> bool:
+        return self._slices is not None
+
+    def begin(self, scheduler: Scheduler) -> None:
+        """Starts a check, if it is the time for one."""
+        if self._slices is None and _is_idle(scheduler) and scheduler.last_step != self._checked:
+            self._checked, self._slices = scheduler.last_step, slices(scheduler)
+
+    def go_on(self, scheduler: Scheduler) -> str:
+        """One slice of the check under way. What is wrong; empty when nothing is, as far as has been looked."""
+        assert self._slices is not None
         try:
-            check(scheduler)
+            if not _is_idle(scheduler) or scheduler.last_step != self._checked:
+                self._slices, self._checked = None, 0
+            else:
+                next(self._slices)
+        except StopIteration:
+            self._slices = None
         except AssertionError as error:
+            self._slices = None
             return str(error) or "an invariant does not hold"
         return ""
 
 
+def _is_idle(scheduler: Scheduler) -> bool:
+    return not (scheduler.steps or scheduler.rows.num_used or scheduler.queues.num_waiting)
+
+
 def check(scheduler: Scheduler) -> None:
     """Raises AssertionError when blocks, tables, slots, queues and steps contradict one another."""
+    for _ in slices(scheduler):
+        pass
+
+
+def slices(scheduler: Scheduler) -> Iterator[None]:
+    """``check``, bit by bit. What it looks at must not change before its end."""
     requests, rows, steps, limits = scheduler.streams.requests, scheduler.rows, scheduler.steps, scheduler.limits
     queues = scheduler.queues
     sequences = [sequence for request in requests.values() for sequence in request.sequences]
     leaving = {sequence for step in steps for sequence in step.vacated} | set(scheduler.swaps.leaving)
-    scheduler.swaps.host.check_invariants([*(one.host for one in sequences), *(step.host for step in steps)])
+    yield from scheduler.swaps.host.audit([*(one.host for one in sequences), *(step.host for step in steps)])
     holders = {sequence for sequence in sequences if sequence.blocks} | leaving
     pins = [(step.step_id, step.pins) for step in steps]
-    scheduler.tables.check_invariants([*((sequence, sequence.blocks) for sequence in holders), *pins])
+    yield from scheduler.tables.audit([*((sequence, sequence.blocks) for sequence in holders), *pins])
     assert len(steps) <= MAX_STEPS_IN_FLIGHT
 
     occupants = rows.occupants()

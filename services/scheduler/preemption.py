@@ -18,9 +18,9 @@ REMEMBERED = 64  # decisions kept to be shown
 class Decision:
     """One preemption of a group. Predictions are seconds, None while there is nothing measured to predict from.
 
-    tokens: whose KV was lost or moved, those in shared blocks once. The prediction of a recompute counts them all; what
-    the prefix cache still holds when the group comes back makes it cheaper. wanted: the mode chosen before looking
-    whether ``blocks`` fit into the ``host_free`` ones; mode: what was done. measured: the seconds spent on it so far.
+    tokens: whose KV was lost or moved, those in shared blocks once. A recompute is predicted with the share of them that
+    the prefix cache usually has still when a group comes back. wanted: the mode chosen before looking whether ``blocks``
+    fit into the ``host_free`` ones; mode: what was done. measured: the seconds spent on it so far.
     """
 
     step_id: int
@@ -43,6 +43,11 @@ class Costs:
         self.token: float | None = None  # seconds per prompt token
         self.out: float | None = None  # seconds per block to the host
         self.back: float | None = None
+        self.kept: float | None = None  # share of a recomputed sequence's tokens that the prefix cache still had
+
+    def came_back(self, tokens: int, cached: int) -> None:
+        """A sequence that lost its memory comes back: of its ``tokens``, ``cached`` need not be computed."""
+        self.kept = _average(self.kept, cached / tokens)
 
     def observe(self, timings: Mapping[str, float], amounts: Mapping[str, int], *, prompt_tokens: int) -> None:
         """A step's timings, and what each part of them was spent on: tokens (some in chunks) or blocks swapped."""
@@ -55,7 +60,7 @@ class Costs:
             self.back = _average(self.back, timings["swap_in"] / back)
 
     def recompute(self, tokens: int) -> float | None:
-        return None if self.token is None else self.token * tokens
+        return None if self.token is None else self.token * tokens * (1 - (self.kept or 0.0))
 
     def swap(self, blocks: int) -> float | None:
         """There and back. Until something came back, that is expected to take as long as going out."""
@@ -121,6 +126,7 @@ class Preemption:
             "mode": self.mode,
             "counts": dict(self.counts),
             "seconds_per_token": self.costs.token,
+            "share_still_cached": self.costs.kept,
             "seconds_per_block_out": self.costs.out,
             "seconds_per_block_in": self.costs.back,
             "recent": [asdict(decision) for decision in self.decisions],

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
+
+from services.scheduler.free_runs import AUDITED
 
 CANDIDATES = 8  # children of an entry, the newest first, that a last partial block is compared with
 REMEMBERED = 4  # keys of evicted blocks that are remembered, to explain a miss, per block of the pool
@@ -210,21 +212,30 @@ class PrefixCache:
             }
         }
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError unless keys, blocks, parents and children agree."""
-        by_block = {entry.block: entry for entry in self._by_block if entry is not None}
-        assert len(by_block) == len(self._entries), "blocks and keys differ"
-        roots = list(self._roots.values())
-        for key, entry in self._entries.items():
-            assert entry.key == key, "an entry under another key"
-            assert self._by_block[entry.block] is entry, f"block {entry.block} is another entry's"
+    def audit(self) -> Iterator[None]:
+        """Raises AssertionError unless keys, blocks, parents and children agree. Yields after every AUDITED blocks."""
+        entries = children = 0
+        for block, entry in enumerate(self._by_block):
+            if block % AUDITED == 0:
+                yield
+            if entry is None:
+                continue
+            entries += 1
+            children += len(entry.children)
+            assert entry.block == block, f"block {block} is another's entry"
+            assert self._entries.get(entry.key) is entry, f"block {block} is not found under its key"
             parent = entry.parent
             assert parent is not None, "an entry without parent"
             assert entry in parent.children, "a parent does not know its child"
-            known = self._roots.get(parent.tokens) if parent.parent is None else by_block.get(parent.block)
-            assert known is parent, f"block {entry.block} has lost its parent"
-        assert all(root.children for root in roots), "a root without children"
-        assert sum(len(one.children) for one in (*roots, *self._entries.values())) == len(self._entries)
+            known = self._roots.get(parent.tokens) if parent.parent is None else self._by_block[parent.block]
+            assert known is parent, f"block {block} has lost its parent"
+        assert entries == len(self._entries), "blocks and keys differ"
+        for index, root in enumerate(self._roots.values()):
+            if index % AUDITED == 0:
+                yield
+            assert root.children, "a root without children"
+            children += len(root.children)
+        assert children == entries, "children without an entry"
 
     def _is(self, entry: Entry, parent: Entry, tokens: bytes) -> bool:
         """Whether an entry found by its key is really these tokens after this parent."""

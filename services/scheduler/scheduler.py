@@ -84,7 +84,8 @@ class Scheduler:
         self.decodes = Decodes(tables, running, flight, stats)
         self.victims = Victims(self.preemption, tables, running, self.decodes, queues, swaps, flight, stats)
         self.prefill = Prefill(limits, tables, running, queues, flight)
-        self.admission = Admission(tables, running, queues, self.prefill, swaps, flight, stats, clock)
+        costs = self.preemption.costs
+        self.admission = Admission(tables, running, queues, self.prefill, swaps, flight, costs, stats, clock)
         self.intake = Intake(limits, tables, running, queues, self.streams, stats, clock)
         self.ends = Ends(limits, running, queues, swaps, self.streams, stats, clock)
         self.constrained = Constrained(limits, tables, running, self.decodes, flight, self.ends)

@@ -76,12 +76,12 @@ class SchedulerService:
                 Heartbeat: lambda peer, message: self._clients.peers.beat(peer, message),
                 Goodbye: lambda peer, message: self._lose_client(peer, "has left"),
                 SubmitTokens: self._on_submit,
-                Cancel: lambda peer, message: self._need_core().cancel(message.rid),
-                Stop: lambda peer, message: self._need_core().stop(message.rid, message.seq, message.keep),
-                Resume: lambda peer, message: self._need_core().streams.resume(
+                Cancel: lambda peer, message: self._core_for(peer).cancel(message.rid),
+                Stop: lambda peer, message: self._core_for(peer).stop(message.rid, message.seq, message.keep),
+                Resume: lambda peer, message: self._core_for(peer).streams.resume(
                     peer.raw, message.rid, message.seq, message.offset
                 ),
-                Ack: lambda peer, message: self._need_core().streams.acknowledge(message.rids),
+                Ack: lambda peer, message: self._core_for(peer).streams.acknowledge(message.rids),
                 Query: self._on_query,
             },
             self._on_client_hello,
@@ -130,12 +130,14 @@ class SchedulerService:
         due = time.monotonic()
         try:
             while self._ended is None:
-                poller.poll(max(0, int((due - time.monotonic()) * 1000) + 1))
+                idle_until = 0.0 if self._audit.is_under_way else due
+                poller.poll(max(0, int((idle_until - time.monotonic()) * 1000) + 1))
                 self._workers.drain()
                 self._clients.drain()
                 self._obey()
                 self._take_built()
                 self._advance()
+                self._go_on_auditing()
                 now = time.monotonic()
                 if now >= due:
                     self._tick(now, lag=now - due)
@@ -172,6 +174,11 @@ class SchedulerService:
                 self._plan_log.write(plan, core)
         self._deliver(core)
 
+    def _go_on_auditing(self) -> None:
+        if self._core is not None and self._audit.is_under_way and (problem := self._audit.go_on(self._core)):
+            log.error("the memory's books are wrong (please report this): %s", problem)
+            self._core.stats.audit_failed()
+
     def _send_mask(self, core: Scheduler) -> None:
         """Before the plan that follows: the workers look for it while they compute."""
         if (mask := core.mask()) is not None:
@@ -204,9 +211,7 @@ class SchedulerService:
             step_id = core.steps[0].step_id
             ranks = ", ".join(map(str, self._ranks.missing(step_id)))
             self._end(f"worker rank {ranks} gave no result for step {step_id} in {now - self._step_began:.0f} s", 1)
-        if problem := self._audit(core):
-            log.error("the memory's books are wrong (please report this): %s", problem)
-            core.stats.audit_failed()
+        self._audit.begin(core)
         if not self._config.disable_log_stats and (line := core.stats.line(core.load, now)):
             log.info(line)
 
@@ -232,6 +237,12 @@ class SchedulerService:
         self._wake_out.close()
         if self._plan_log is not None:
             self._plan_log.close()
+
+    def _core_for(self, peer: Peer) -> Scheduler:
+        """Raises WireError unless ``peer`` is a tokenizer: all about a request comes on the channel it came on."""
+        if peer.identity.role != "tokenizer":
+            raise WireError(f"what is about requests comes from tokenizers, not from a {peer.identity.role}")
+        return self._need_core()
 
     def _need_core(self) -> Scheduler:
         if self._core is None:
@@ -294,9 +305,7 @@ class SchedulerService:
         log.info("%s %s; %d requests cancelled", peer.identity, why, ended)
 
     def _on_submit(self, peer: Peer, message: SubmitTokens) -> None:
-        if peer.identity.role != "tokenizer":
-            raise WireError("SubmitTokens comes from tokenizers only")
-        core = self._need_core()
+        core = self._core_for(peer)
         if message.grammar and message.rid not in core.streams.requests:
             assert self._memory is not None
             self._grammars.ask(peer.raw, message, self._memory)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from services.scheduler.block_pool import BlockPool
+from services.scheduler.free_runs import AUDITED
 from services.scheduler.limits import Limits
 from services.scheduler.prefix_cache import Digest, Match, PrefixCache, digest, pack
 from services.scheduler.request import Sequence
@@ -157,13 +158,22 @@ class Tables:
         sequence.chain.reset()
         sequence.feed = no_ids()
 
-    def check_invariants(self, holdings: Iterable[tuple[object, list[int]]]) -> None:
-        """Raises AssertionError when pool, cache and the tables in ``holdings`` contradict one another."""
+    def audit(self, holdings: Iterable[tuple[object, list[int]]]) -> Iterator[None]:
+        """Raises AssertionError when pool, cache and the tables in ``holdings`` contradict one another.
+
+        Yields after every AUDITED blocks.
+        """
         pool, cache = self.pool, self.cache
-        pool.check_invariants(holdings)
-        cache.check_invariants()
-        place = {block: i for i, block in enumerate(pool.cached())}
+        yield from pool.audit(holdings)
+        yield from cache.audit()
+        place: dict[int, int] = {}
+        for index, block in enumerate(pool.cached()):
+            if index % AUDITED == 0:
+                yield
+            place[block] = index
         for block in range(1, pool.num_usable + 1):
+            if block % AUDITED == 0:
+                yield
             entry = cache.entry_of(block)
             assert (entry is not None) == pool.is_kept(block), f"block {block} is kept without being an entry"
             if entry is None or entry.parent is None or entry.parent.parent is None:

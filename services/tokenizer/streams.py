@@ -42,7 +42,8 @@ from shared.wire import (
 
 log = logging.getLogger(__name__)
 
-CANCEL_MEMORY = 10.0  # seconds a CANCEL waits for its SUBMIT
+CANCEL_MEMORY = 10.0  # seconds a CANCEL waits for its SUBMIT,
+MOST_CANCELS = 65_536  # and how many such are remembered, the newest
 RESUME_INTERVAL = 1.0  # seconds between two RESUMEs of a sequence
 QUIET_LIMIT = 5.0  # seconds without a token after which the scheduler is asked whether one was lost
 ACK_INTERVAL = 2.0  # seconds after which an end without ACK is told again
@@ -189,15 +190,21 @@ class Streams:
     def cancel(self, rid: int, reason: str = "") -> None:
         request = self._requests.get(rid)
         if request is None:
-            self._cancels[rid] = self._clock() + CANCEL_MEMORY
+            self._remember_cancel(rid)
         elif not request.cancelled and request.done is None:
             request.cancelled, request.heard = True, self._clock()
             if request.state is State.ENCODING:
                 # Its SUBMIT must not be forwarded, nor one that comes late on the same rid.
-                self._cancels[rid] = self._clock() + CANCEL_MEMORY
+                self._remember_cancel(rid)
                 self._forget(request)
             else:
                 self._to_scheduler(Cancel(rid, reason))
+
+    def _remember_cancel(self, rid: int) -> None:
+        self._cancels.pop(rid, None)
+        self._cancels[rid] = self._clock() + CANCEL_MEMORY
+        if len(self._cancels) > MOST_CANCELS:
+            del self._cancels[next(iter(self._cancels))]
 
     def resume(self, gateway: bytes, message: Resume) -> None:
         """Tells one sequence again from a character offset, and every end."""

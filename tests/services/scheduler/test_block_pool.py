@@ -5,6 +5,7 @@ import random
 import pytest
 
 from services.scheduler.block_pool import BlockPool, BlockState
+from tests.services.scheduler.simulation import exhaust
 
 
 def test_blocks_are_consecutive_from_a_fresh_pool_and_never_the_padding() -> None:
@@ -50,7 +51,7 @@ def test_a_shared_block_is_free_after_its_last_owner() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(2, "a", "prompt")
     pool.share(blocks[:1], "b")
-    pool.check_invariants([("a", blocks), ("b", blocks[:1])])
+    exhaust(pool.audit([("a", blocks), ("b", blocks[:1])]))
     pool.release(blocks, "a")
     assert (pool.references(blocks[0]), pool.references(blocks[1])) == (1, 0)
     assert pool.owners(blocks[0]) == ["b"]
@@ -92,7 +93,7 @@ def test_kept_blocks_stay_cached_until_free_ones_run_out_the_oldest_and_last_in_
     assert evicted == [3, 6, 5]
     pool.release([5, 6, 3], "d")
     assert [pool.state(block) for block in (3, 5, 6)] == [BlockState.FREE] * 3, "evicted contents are not kept"
-    pool.check_invariants([("d", [7, 8])])
+    exhaust(pool.audit([("d", [7, 8])]))
 
 
 def test_each_block_knows_its_state_reason_and_since_when() -> None:
@@ -113,13 +114,13 @@ def test_invariants_notice_a_leak_and_a_stolen_block() -> None:
     pool = BlockPool(4)
     table = pool.allocate(2, "a", "prompt")
     with pytest.raises(AssertionError, match="1 references, 0 uses"):
-        pool.check_invariants([("a", table[:1])])
+        exhaust(pool.audit([("a", table[:1])]))
     with pytest.raises(AssertionError, match="1 references, 2 uses"):
-        pool.check_invariants([("a", table), ("b", table[:1])])
+        exhaust(pool.audit([("a", table), ("b", table[:1])]))
     with pytest.raises(AssertionError, match="is held by"):
-        pool.check_invariants([("b", table)])
+        exhaust(pool.audit([("b", table)]))
     with pytest.raises(AssertionError, match="block 0 is owned"):
-        pool.check_invariants([("a", [*table, 0])])
+        exhaust(pool.audit([("a", [*table, 0])]))
 
 
 def test_a_pool_needs_a_block_beside_the_padding() -> None:
@@ -149,8 +150,8 @@ def test_random_use_keeps_every_block_in_one_state(seed: int) -> None:
                 pool.release(blocks, owner)
             case "keep" if holdings:
                 pool.keep(rng.choice(rng.choice(holdings)[1]))
-        pool.check_invariants(holdings)
+        exhaust(pool.audit(holdings))
     for owner, blocks in holdings:
         pool.release(blocks, owner)
-    pool.check_invariants([])
+    exhaust(pool.audit([]))
     assert pool.num_available == 32

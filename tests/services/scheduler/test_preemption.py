@@ -9,7 +9,7 @@ import pytest
 from services.scheduler.host_pool import HostPool
 from services.scheduler.preemption import Costs
 from services.scheduler.request import State
-from tests.services.scheduler.simulation import VOCAB, Simulation, toy_output
+from tests.services.scheduler.simulation import VOCAB, Simulation, exhaust, toy_output
 
 MODES = ("recompute", "swap", "auto")
 
@@ -188,13 +188,36 @@ def test_costs_are_moving_averages_and_decodes_do_not_count_as_prefill() -> None
     assert costs.swap(3) == pytest.approx(0.36)
 
 
+def test_a_recompute_is_predicted_with_what_the_cache_usually_gives_back() -> None:
+    costs = Costs()
+    costs.observe({"forward": 1.0}, {"forward": 100}, prompt_tokens=90)
+    costs.came_back(tokens=40, cached=30)
+    assert costs.recompute(100) == pytest.approx(0.25)
+    costs.came_back(tokens=10, cached=0)  # weighs a fifth
+    assert costs.recompute(100) == pytest.approx(0.4)
+
+
+def test_the_share_that_is_still_cached_is_measured_where_sequences_come_back() -> None:
+    """One sequence is preempted for another's block: all but its last, partial block is found again."""
+    simulation = Simulation(num_blocks=9, block_size=4, max_num_seqs=2)
+    for rid in (1, 2):
+        simulation.submit(rid, [rid] * 12, 16)
+    simulation.drain()
+    preempted = next(done for done in simulation.done.values() if done.preemptions)
+    kept = simulation.scheduler.preemption.status()["share_still_cached"]
+    assert preempted.rid == 2
+    assert 0 <= kept < 1
+    came_back = [plan.new_rows[0].length for plan in simulation.plans[1:] if plan.new_rows]
+    assert bool(kept) == bool(came_back[-1])
+
+
 def test_the_host_pool_counts_holders_and_refuses_a_double_free() -> None:
     pool = HostPool(3)
     first = pool.allocate(2)
     pool.share(first[:1])
     pool.release(first)
     assert (pool.num_free, pool.num_used) == (2, 1)
-    pool.check_invariants([first[:1]])
+    exhaust(pool.audit([first[:1]]))
     pool.release(first[:1])
     with pytest.raises(ValueError, match="free already"):
         pool.release(first[:1])

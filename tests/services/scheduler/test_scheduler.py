@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.scheduler.intake import MOST_CANCELS
 from shared.errors import RequestError
 from tests.services.scheduler.simulation import EOS, OWNER, Simulation, toy_output
 
@@ -353,6 +354,15 @@ def test_a_cancel_before_its_submit_is_remembered_for_ten_seconds() -> None:
     simulation.now += 11
     simulation.scheduler.expire()
     assert simulation.submit(2, [1], 5) is not None
+
+
+def test_of_early_cancels_the_newest_are_remembered() -> None:
+    simulation = Simulation()
+    for rid in range(MOST_CANCELS + 1):
+        simulation.scheduler.cancel(rid)
+    assert simulation.submit(0, [1], 5) is not None
+    assert simulation.submit(1, [1], 5) is None
+    assert simulation.submit(MOST_CANCELS, [1], 5) is None
 
 
 def test_stop_keeps_what_the_tokenizer_says_and_usage_counts_that() -> None:
