@@ -18,9 +18,9 @@ REMEMBERED = 64  # decisions kept to be shown
 class Decision:
     """One preemption of a group. Predictions are seconds, None while there is nothing measured to predict from.
 
-    tokens: whose KV was lost or moved, those in shared blocks once. A recompute is predicted with the share of them that
-    the prefix cache usually has still when a group comes back. wanted: the mode chosen before looking whether ``blocks``
-    fit into the ``host_free`` ones; mode: what was done. measured: the seconds spent on it so far.
+    tokens: whose KV was lost or moved, those in shared blocks once. A recompute is predicted without the share of them
+    that the prefix cache usually still has when a group comes back. wanted: the mode chosen before looking whether
+    ``blocks`` fit into the ``host_free`` ones; mode: what was done. measured: the seconds spent on it so far.
     """
 
     step_id: int

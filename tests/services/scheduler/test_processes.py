@@ -39,6 +39,7 @@ from shared.wire import (
     Plan,
     Query,
     Reject,
+    Resume,
     Result,
     Roster,
     Stop,
@@ -289,6 +290,8 @@ def test_gateways_get_numbers_and_the_roster(tmp_path: Path) -> None:
             assert numbers == [1, 2, 1]
             roster = gateway.wait_for(lambda: gateway.last(Roster))
             assert roster.identities == [tokenizer.identity.decode()]
+            gateway.send(Resume(RID, 0, 0))  # nothing that only a tokenizer's end would clear away may come of it
+            assert "not from a gateway" in gateway.wait_for(lambda: gateway.last(Fault)).message
             late.join()
             roster = gateway.wait_for(lambda: (r := gateway.last(Roster)) and len(r.identities) == 2 and r)
             assert roster.addresses == [tokenizer.hello().address, late.hello().address]
