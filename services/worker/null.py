@@ -1,8 +1,8 @@
 """The null worker's executor: a toy deterministic model on simulated memory, which checks the scheduler.
 
-Its KV of a token is (token, position, hash of the whole prefix up to it), kept per physical slot. The next token is a
-function of that hash, so any wrong read changes the output; and each row checks on every step that the memory it
-reads is its own prefix.
+``Rows`` checks each plan, as for a real model. The KV of a token is (token, position, hash of the whole prefix up to
+it), kept per physical slot. The next token is a function of that hash, so any wrong read changes the output; and each
+row checks on every step that the memory it reads is its own prefix.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import numpy.typing as npt
 from services.worker.config import WorkerConfig
 from services.worker.executor import Finished, MaskSource, PlanError, StepOutput, no_mask
 from services.worker.generation import GenerationConfig
+from services.worker.rows import Limits, Rows
 from shared.codec import Int32
 from shared.models import builtin, locate
 from shared.sampling import SamplingDefaults
-from shared.wire import Logprobs, Mask, Memory, NewRow, Plan, RowRules
+from shared.wire import Logprobs, Mask, Memory, Plan, RowRules
 
 DEFAULT_BLOCKS = 4096
 DEFAULT_MODEL_LEN = 2048
@@ -90,22 +91,11 @@ class NullExecutor:
         self._hash = np.zeros(num_blocks * block_size, dtype=np.uint64)
         # The host's memory, by block.
         self._host = [np.zeros((host_blocks, block_size), dtype=one.dtype) for one in self._physical_memory]
-        # Rows.
-        most_blocks = -(-max_model_len // block_size)
-        self._tables = np.zeros((max_num_seqs, most_blocks), dtype=np.int64)
-        self._table_len = np.zeros(max_num_seqs, dtype=np.int64)
-        self._length = np.zeros(max_num_seqs, dtype=np.int64)
-        self._last = np.zeros(max_num_seqs, dtype=np.int64)
+        self._rows = Rows(Limits(max_num_seqs, num_blocks, block_size, max_model_len, vocab_size, host_blocks))
         self._prefix_hash = np.zeros(max_num_seqs, dtype=np.uint64)
-        self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
-        self._temperature = np.zeros(max_num_seqs)
-        self._wanted_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
-        self._masked = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._last = np.zeros(max_num_seqs, dtype=np.int64)
         self._rules: list[RowRules | None] = [None] * max_num_seqs
         self._prompt_logprobs = Logprobs([], [], [], [], [], [])
-        self._present = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._decoding = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._paused = np.zeros(max_num_seqs, dtype=np.bool_)
 
     @classmethod
     def from_config(cls, config: WorkerConfig) -> NullExecutor:
@@ -139,17 +129,21 @@ class NullExecutor:
 
     def execute(self, plan: Plan, mask: MaskSource = no_mask) -> StepOutput:
         started = time.perf_counter()
-        before = self._change_rows(plan)
-        decoding = before & ~self._paused
-        slots = np.flatnonzero(decoding)
-        if len(slots) != plan.decodes:
-            raise PlanError(f"the plan counts {plan.decodes} decoding rows, there are {len(slots)}")
-        self._decode(slots)
+        rows = self._rows
+        held = rows.state.length.copy()  # tokens with KV before this step
+        held[[row.slot for row in plan.new_rows]] = [row.length for row in plan.new_rows]
+        step = rows.apply(plan)
+        self._move(plan, held)
+        for row in plan.new_rows:
+            self._rules[row.slot] = row.rules
+            newest = self._physical(row.slot, row.length - 1) if row.length else None
+            self._prefix_hash[row.slot] = 0 if newest is None else self._hash[newest]
+        self._decode(step.decode_slots, step.positions[: len(step.decode_slots)])
         self._prompt_logprobs = Logprobs([], [], [], [], [], [])
-        sampled = [slots, *self._run_chunks(plan)]
-        order = np.concatenate(sampled)
+        self._run_chunks(plan, held)
+        order = step.sample_slots
         ids = self._sample(order)
-        if self._masked[order].any() and (found := mask()) is not None:
+        if rows.masked[order].any() and (found := mask()) is not None:
             self._sample_masked(order, ids, found)
         self._last[order] = ids
         if self._step_seconds:
@@ -163,88 +157,14 @@ class NullExecutor:
         prompts = self._prompt_logprobs if self._prompt_logprobs.entries else None
         return StepOutput(order.astype(np.int32), ids.astype(np.int32), timings, self._logprobs(order, ids), prompts)
 
-    # ---- rows ------------------------------------------------------------------------------------------------------
-
-    def _change_rows(self, plan: Plan) -> npt.NDArray[np.bool_]:
-        """Everything before the forward pass; returns which rows were decoding before this plan."""
-        if plan.full:
-            self._present[:] = self._decoding[:] = self._paused[:] = False
-        self._need(plan.release, "release")
-        self._present[plan.release] = self._decoding[plan.release] = self._paused[plan.release] = False
-        for row in plan.new_rows:
-            self._enter(row)
-        self._replace_tables(plan)
-        for slot, block in zip(plan.append_slots.tolist(), plan.append_blocks.tolist(), strict=True):
-            self._need([slot], "append")
-            self._append(slot, block)
-        self._need([*plan.pause, *plan.resume], "pause or resume")
-        if self._paused[plan.pause].any() or not self._paused[plan.resume].all():
-            raise PlanError("a row that is paused is paused again, or one that is not is resumed")
-        self._paused[plan.pause] = True
-        self._paused[plan.resume] = False
-        self._check_swaps(plan)
-        self._swap(plan.swap_out, self._physical_memory, self._host)
-        if self._verify:
-            self._poison_new(plan)
-        self._swap(plan.swap_in, self._host, self._physical_memory)
-        self._copy_blocks(plan.copies.reshape(-1, 2).astype(np.int64))
-        for row in plan.new_rows:
-            if row.length:
-                self._prefix_hash[row.slot] = self._hash[self._physical(row.slot, row.length - 1)]
-        return self._decoding.copy()
-
-    def _need(self, slots: Sequence[int], where: str) -> None:
-        for slot in slots:
-            if not (0 <= slot < len(self._present) and self._present[slot]):
-                raise PlanError(f"{where} names slot {slot}, which has no row")
-
-    def _enter(self, row: NewRow) -> None:
-        if not 0 <= row.slot < len(self._present):
-            raise PlanError(f"slot {row.slot} is outside 0..{len(self._present) - 1}")
-        if self._present[row.slot]:
-            raise PlanError(f"slot {row.slot} has a row already")
-        self._present[row.slot] = True
-        self._table_len[row.slot] = 0
-        self._length[row.slot] = row.length
-        self._prefix_hash[row.slot] = 0
-        self._seed[row.slot] = row.seed
-        self._temperature[row.slot] = row.temperature
-        self._wanted_logprobs[row.slot] = row.logprobs
-        self._rules[row.slot] = row.rules
-        self._masked[row.slot] = row.masked
-
-    def _replace_tables(self, plan: Plan) -> None:
-        self._need(plan.table_slots, "table")
-        ends = np.cumsum(plan.table_lens)
-        for slot, count, end in zip(plan.table_slots, plan.table_lens, ends.tolist(), strict=True):
-            self._table_len[slot] = 0
-            for block in plan.table_blocks[end - count : end].tolist():
-                self._append(slot, block)
-        for row in plan.new_rows:
-            if row.slot not in plan.table_slots:
-                raise PlanError(f"the new row in slot {row.slot} has no block table")
-
-    def _append(self, slot: int, block: int) -> None:
-        count = int(self._table_len[slot])
-        if count == self._tables.shape[1]:
-            raise PlanError(f"the table of slot {slot} is longer than max_model_len needs")
-        if not 0 < block < self.memory.num_blocks:
-            raise PlanError(f"block {block} of slot {slot} is outside 1..{self.memory.num_blocks - 1}")
-        self._tables[slot, count] = block
-        self._table_len[slot] = count + 1
-
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def _physical(self, slots: Index | int, positions: Index | int) -> Index:
-        """Where the KV of each slot's token at each position lies. Raises PlanError beyond a row's table."""
+        """Where the KV of each slot's token at each position lies."""
         size = self.memory.block_size
-        slots, positions = np.asarray(slots), np.asarray(positions)
-        logical = positions // size
-        short = np.asarray(logical >= self._table_len[slots])
-        if short.any():
-            row = int(np.broadcast_to(slots, short.shape)[short].flat[0]) if short.ndim else int(slots)
-            raise PlanError(f"the block table of slot {row} is too short: {int(self._table_len[row])} blocks")
-        return np.asarray(self._tables[slots, logical] * size + positions % size)
+        return np.asarray(
+            self._rows.tables[slots, np.asarray(positions) // size].astype(np.int64) * size + positions % size
+        )
 
     def _store(self, slots: Index | int, positions: Index, tokens: Index, hashes: Array64) -> None:
         physical = self._physical(slots, positions)
@@ -254,16 +174,15 @@ class NullExecutor:
         self._position[physical] = positions
         self._hash[physical] = hashes
 
-    def _check_newest(self, slots: Index) -> None:
+    def _check_newest(self, slots: Index, newest: Index) -> None:
         """The KV of each row's newest token is that row's own: right position, and the hash of its whole prefix."""
-        newest = self._length[slots] - 1
         physical = self._physical(slots, newest)
         wrong = (self._position[physical] != newest) | (self._hash[physical] != self._prefix_hash[slots])
         if wrong.any():
             raise PlanError(f"slot {int(slots[wrong][0])} reads memory that is not its own prefix")
 
     def _check_whole(self, slot: int) -> None:
-        length = int(self._length[slot])
+        length = int(self._rows.state.length[slot])
         positions = np.arange(length)
         physical = self._physical(slot, positions)
         tokens = self._token[physical].astype(np.uint64)
@@ -275,45 +194,26 @@ class NullExecutor:
         ):
             raise PlanError(f"slot {slot} reads memory that is not its own prefix")
 
-    def _poison_new(self, plan: Plan) -> None:
+    def _move(self, plan: Plan, held: Index) -> None:
+        """Swaps and copies, in their order, and between them the poison: a block that comes back keeps its contents."""
+        self._swap(plan.swap_out, self._physical_memory, self._host)
+        if self._verify:
+            self._poison_new(plan, held)
+        self._swap(plan.swap_in, self._host, self._physical_memory)
+        self._swap(plan.copies, self._physical_memory, self._physical_memory)
+
+    def _poison_new(self, plan: Plan, held: Index) -> None:
         """What a block held before it came into a table, behind the row's tokens, is of no use to anybody any more."""
         positions = self._position.reshape(self.memory.num_blocks, -1)
-        for slot in plan.table_slots:
-            first = -(-int(self._length[slot]) // self.memory.block_size)
-            positions[self._tables[slot, first : self._table_len[slot]]] = POISON
+        for slot, count in zip(plan.table_slots, plan.table_lens, strict=True):
+            first = -(-int(held[slot]) // self.memory.block_size)
+            positions[self._rows.tables[slot, first:count]] = POISON
         positions[plan.append_blocks] = POISON
-
-    def _copy_blocks(self, pairs: Index) -> None:
-        if pairs.size and not (pairs.min() > 0 and pairs.max() < self.memory.num_blocks):
-            raise PlanError(f"a copied block is outside 1..{self.memory.num_blocks - 1}")
-        if len(set(pairs[:, 1].tolist())) != len(pairs) or set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist()):
-            raise PlanError("a block is the destination of two copies, or source and destination in one plan")
-        for blocks in self._physical_memory:
-            blocks[pairs[:, 1]] = blocks[pairs[:, 0]]
 
     @property
     def _physical_memory(self) -> list[npt.NDArray[Any]]:
         """Views of all that a slot holds, by block."""
         return [one.reshape(self.memory.num_blocks, -1) for one in (self._token, self._position, self._hash)]
-
-    def _check_swaps(self, plan: Plan) -> None:
-        blocks, host = range(1, self.memory.num_blocks), range(self.memory.host_blocks)
-        for name, pairs, sources, destinations in (
-            ("swap_out", plan.swap_out, blocks, host),
-            ("swap_in", plan.swap_in, host, blocks),
-        ):
-            if not (set(pairs[::2].tolist()) <= set(sources) and set(pairs[1::2].tolist()) <= set(destinations)):
-                raise PlanError(f"{name} names a block outside {sources} or {destinations}")
-        written = [*plan.swap_in[1::2].tolist(), *plan.copies[1::2].tolist()]
-        read = {*plan.swap_out[::2].tolist(), *plan.copies[::2].tolist()}
-        host_written = plan.swap_out[1::2].tolist()
-        if (
-            len(set(written)) != len(written)
-            or len(set(host_written)) != len(host_written)
-            or read & set(written)
-            or set(plan.swap_in[::2].tolist()) & set(host_written)
-        ):
-            raise PlanError("a block is the destination of two moves, or source and destination in one plan")
 
     def _swap(self, pairs: Int32, sources: list[npt.NDArray[Any]], destinations: list[npt.NDArray[Any]]) -> None:
         for source, destination in zip(sources, destinations, strict=True):
@@ -321,53 +221,37 @@ class NullExecutor:
 
     # ---- the toy model ---------------------------------------------------------------------------------------------
 
-    def _decode(self, slots: Index) -> None:
+    def _decode(self, slots: Index, positions: Index) -> None:
         if not len(slots):
             return
-        self._check_newest(slots)
-        positions, tokens = self._length[slots], self._last[slots]
-        if int(positions.max()) >= self.memory.max_model_len:
-            raise PlanError(f"a row decodes beyond max_model_len ({self.memory.max_model_len})")
+        self._check_newest(slots, positions - 1)
+        tokens = self._last[slots]
         hashes = self._prefix_hash[slots] + (tokens.astype(np.uint64) + np.uint64(1)) * self._powers[positions]
         self._store(slots, positions, tokens, hashes)
         self._prefix_hash[slots] = hashes
-        self._length[slots] += 1
         if self._verify:
             for slot in slots.tolist():
                 self._check_whole(slot)
 
-    def _run_chunks(self, plan: Plan) -> list[Index]:
-        sampled: list[Index] = []
-        ends = np.cumsum(plan.chunk_lens)
-        if len(plan.tokens) != (ends[-1] if len(ends) else 0):
-            raise PlanError(f"{len(plan.tokens)} tokens for chunks of {sum(plan.chunk_lens)}")
-        for slot, start, end, count, samples in zip(
-            plan.chunk_slots, plan.chunk_starts, ends.tolist(), plan.chunk_lens, plan.chunk_samples, strict=True
-        ):
-            self._need([slot, *samples], "chunk")
-            held = int(self._length[slot])
-            if not 0 <= start <= held or count < 1 or start + count > self.memory.max_model_len:
-                raise PlanError(f"chunk {start}+{count} does not follow the {held} of slot {slot}")
-            if held:
-                self._check_newest(np.asarray([slot]))
+    def _run_chunks(self, plan: Plan, held: Index) -> None:
+        ends = np.cumsum(plan.chunk_lens).tolist()
+        columns = zip(plan.chunk_slots, plan.chunk_starts, ends, plan.chunk_lens, plan.chunk_samples, strict=True)
+        for chunk, (slot, start, end, count, samples) in enumerate(columns):
+            if held[slot]:
+                self._check_newest(np.asarray([slot]), held[[slot]] - 1)
             tokens = plan.tokens[end - count : end].astype(np.int64)
             positions = np.arange(start, start + count)
             terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._powers[positions]
             before = self._hash[self._physical(slot, start - 1)] if start else np.uint64(0)
             hashes = before + np.cumsum(terms, dtype=np.uint64)
-            new = positions >= held  # what is stored already is not written again: the block may be others' too
+            new = positions >= held[slot]  # what is stored already is not written again: the block may be others' too
             if not np.array_equal(hashes[~new], self._hash[self._physical(slot, positions[~new])]):
                 raise PlanError(f"slot {slot} computes other tokens again than those it holds")
             self._store(slot, positions[new], tokens[new], hashes[new])
-            for one in {slot, *samples}:
-                self._prefix_hash[one] = hashes[-1]
-                self._length[one] = start + count
+            self._prefix_hash[[slot, *samples]] = hashes[-1]
             if self._verify:
                 self._check_whole(slot)
-            self._tell_of_prompt(slot, len(sampled), start, hashes)
-            self._decoding[samples] = True
-            sampled.append(np.asarray(samples, dtype=np.int64))
-        return sampled
+            self._tell_of_prompt(slot, chunk, start, hashes)
 
     def _tell_of_prompt(self, slot: int, chunk: int, start: int, hashes: Array64) -> None:
         """prompt_logprobs of what a chunk from ``start`` computes the logits of."""
@@ -381,15 +265,15 @@ class NullExecutor:
             getattr(self._prompt_logprobs, column.name).extend(getattr(part, column.name))
 
     def _sample(self, slots: Index) -> Index:
-        random = self._temperature[slots] > 0
-        mixed = _mix(self._prefix_hash[slots] + np.where(random, _mix(self._seed[slots] + np.uint64(1)), np.uint64(0)))
+        temperature, seed = self._rows.temperature[slots], self._rows.seed[slots].astype(np.uint64)
+        mixed = _mix(self._prefix_hash[slots] + np.where(temperature > 0, _mix(seed + np.uint64(1)), np.uint64(0)))
         ids = self._allowed[(mixed % np.uint64(len(self._allowed))).astype(np.int64)]
-        tired = (self._temperature[slots] > TIRED_ABOVE) & (mixed >> np.uint64(60) == 0)
+        tired = (temperature > TIRED_ABOVE) & (mixed >> np.uint64(60) == 0)
         return np.asarray(np.where(tired, self._eos, ids))
 
     def _sample_masked(self, slots: Index, ids: Index, mask: Mask) -> None:
         """Samples once more what the mask is about, into ``ids``, which belong to ``slots``."""
-        places = {slot: place for place, slot in enumerate(slots.tolist()) if self._masked[slot]}
+        places = {slot: place for place, slot in enumerate(slots.tolist()) if self._rows.masked[slot]}
         words = -(-self.memory.vocab_size // 32)
         if not places.keys() >= set(mask.slots) or len(mask.bits) != len(mask.slots) * words:
             raise PlanError(f"a mask for slots {mask.slots}, but those that sample under one are {list(places)}")
@@ -405,10 +289,10 @@ class NullExecutor:
         They fall by the same gap from one to the next, which depends on the prefix. For one prefix in sixteen an EOS is
         the second likeliest.
         """
-        asked = np.flatnonzero(self._wanted_logprobs[slots] >= 0)
+        asked = np.flatnonzero(self._rows.logprobs[slots] >= 0)
         if not len(asked):
             return None
-        counts = self._wanted_logprobs[slots[asked]].tolist()
+        counts = self._rows.logprobs[slots[asked]].tolist()
         return self._toy_logprobs(asked.tolist(), self._prefix_hash[slots[asked]], ids[asked].tolist(), counts)
 
     def _toy_logprobs(self, entries: list[int], hashes: Array64, ids: list[int], counts: list[int]) -> Logprobs:

@@ -212,17 +212,20 @@ def test_eos_comes_only_above_temperature_1() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (decode(1), "counts 1 decoding rows, there are 0"),
-        (replace(EMPTY, release=[1]), "release names slot 1, which has no row"),
-        (prefill(0, [1, 2, 3, 4, 5], [1]), "block table of slot 0 is too short: 1 blocks"),
-        (prefill(0, [1], [0]), r"block 0 of slot 0 is outside 1..15"),
-        (prefill(0, [1], [16]), r"block 16 of slot 0 is outside 1..15"),
-        (prefill(9, [1], [1]), r"slot 9 is outside 0..3"),
-        (prefill(0, [1], [1], table_slots=[], table_lens=[], table_blocks=no_ids()), "slot 0 has no block table"),
-        (prefill(0, [1], [1], chunk_starts=[1]), r"chunk 1\+1 does not follow the 0 of slot 0"),
-        (prefill(0, [1, 2], [1], chunk_lens=[1]), "2 tokens for chunks of 1"),
+        (decode(1), "counts 1 decoding rows; there are 0"),
+        (replace(EMPTY, release=[1]), "slot 1: releases a slot that holds no row"),
+        (prefill(0, [1, 2, 3, 4, 5], [1]), "slot 0: a table of 1 blocks is too short for 5 tokens"),
+        (prefill(0, [1], [0]), r"a block of a table is outside 1..15"),
+        (prefill(0, [1], [16]), r"a block of a table is outside 1..15"),
+        (prefill(9, [1], [1]), r"slot 9: a new row outside 0..3"),
+        (
+            prefill(0, [1], [1], table_slots=[], table_lens=[], table_blocks=no_ids()),
+            "slot 0: a new row without a block table",
+        ),
+        (prefill(0, [1], [1], chunk_starts=[1]), "slot 0: a chunk from position 1, but it holds 0 tokens"),
+        (prefill(0, [1, 2], [1], chunk_lens=[1]), "add up to 1, but there are 2 tokens"),
         (prefill(0, [1, 2, 3, 4, 5], [1, 1]), "stored in the same place"),
-        (replace(EMPTY, swap_in=int32([1, 2])), "swap_in names a block outside"),
+        (replace(EMPTY, swap_in=int32([1, 2])), "swap_in name a block outside"),
     ],
 )
 def test_plans_that_cannot_be_right(plan: Plan, message: str) -> None:
@@ -233,10 +236,10 @@ def test_plans_that_cannot_be_right(plan: Plan, message: str) -> None:
 def test_a_slot_in_use_and_max_model_len_are_kept() -> None:
     null = executor()
     null.execute(prefill(0, [1] * 39, list(range(1, 11))))
-    with pytest.raises(PlanError, match="slot 0 has a row already"):
+    with pytest.raises(PlanError, match="slot 0: a new row where one is already"):
         null.execute(prefill(0, [1], [11], decodes=1))
     null.execute(decode(1))
-    with pytest.raises(PlanError, match=r"beyond max_model_len \(40\)"):
+    with pytest.raises(PlanError, match="is too short for 41 tokens"):
         null.execute(decode(1))
 
 
