@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
             return
         self._limit_time(BODY_TIMEOUT + BODY_GRACE)
         super().on_headers_complete()
-        self.scope["extensions"] = {BODY: Body(self.cycle)}
+        self.scope["extensions"] = {BODY: {"body": Body(self.cycle)}}
 
     def on_chunk_header(self) -> None:
         self._gave = True

@@ -37,7 +37,7 @@ class EventStream:
 
     def __init__(self, scope: Scope, send: Send, interval: float, wake: Callable[[], None]) -> None:
         self._send, self._interval, self._wake = send, interval, wake
-        self._body: Body | None = (scope.get("extensions") or {}).get(BODY)
+        self._body: Body | None = (scope.get("extensions") or {}).get(BODY, {}).get("body")
         self.silent = False
         self._written = False  # something, since the timer was set
         self._timer: asyncio.TimerHandle | None = None

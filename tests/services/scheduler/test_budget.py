@@ -131,10 +131,10 @@ def test_with_nobody_decoding_a_prompt_is_computed_in_large_chunks_but_not_in_on
 def test_chunks_cut_by_time_end_with_a_block() -> None:
     simulation = timed(max_step=0.045)
     streams(simulation)
-    simulation.submit(100, prompt(100, 24), 2)
+    simulation.submit(100, prompt(100, 32), 2)
     simulation.drain()
     simulation.plans.clear()
-    simulation.submit(101, prompt(100, 24)[:20] + prompt(101, 300), 2)  # 16 tokens are cached, and 4 by copy
+    simulation.submit(101, prompt(100, 32)[:20] + prompt(101, 300), 2)  # 16 tokens are cached, and 4 by copy
     simulation.drain()
     starts = [start for plan in simulation.plans for start in plan.chunk_starts]
     assert starts[0] == 20
