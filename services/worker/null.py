@@ -131,8 +131,8 @@ class NullExecutor:
         started = time.perf_counter()
         rows = self._rows
         held = rows.state.length.copy()  # tokens with KV before this step
-        held[[row.slot for row in plan.new_rows]] = [row.length for row in plan.new_rows]
         step = rows.apply(plan)
+        held[[row.slot for row in plan.new_rows]] = [row.length for row in plan.new_rows]
         self._move(plan, held)
         for row in plan.new_rows:
             self._rules[row.slot] = row.rules
