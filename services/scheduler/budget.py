@@ -9,7 +9,7 @@ from services.scheduler.step_costs import StepCosts, contexts
 
 STRETCH = 0.75  # of the decodes' own time, that each prompt may add to a step
 AT_LEAST = 0.002  # seconds that may be added anyway: so short a gap between tokens is no stall
-TOGETHER = 0.25  # seconds of prompts in one step, however many there are; enough for matrix products at full speed
+TOGETHER = 0.5  # seconds of prompts in one step, however many there are: matrix products run at full speed then
 
 
 class Budget:

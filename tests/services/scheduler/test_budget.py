@@ -106,7 +106,7 @@ def test_a_short_prompt_gets_through_beside_a_long_one() -> None:
 
 
 def test_many_prompts_that_come_together_are_not_held_back_by_a_few_streams() -> None:
-    """What the batch lacks is their tokens: nearly all of the time goes to them, 250 ms of each step."""
+    """What the batch lacks is their tokens: nearly all of the time goes to them, 500 ms of each step."""
     simulation = timed()
     streams(simulation, 2)
     began = simulation.now
