@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.calls import Output
+from services.gateway.calls import Call, Output
 from shared.codec import int32
-from shared.wire import Finished
+from shared.sampling import SamplingParams
+from shared.wire import Finished, SubmitText
 
 TEXT = "héllo wörld, 世界 🙂 and more"  # token i covers character i, its id is 100 + i
 
@@ -25,6 +29,31 @@ def test_pieces_in_any_order_give_the_text_once(pieces: list[tuple[int, int, boo
             text, ids = text + delta.text, ids + delta.ids
             assert TEXT.startswith(text)
     assert text == TEXT and ids == list(range(100, 100 + len(TEXT)))
+
+
+def test_a_follower_hears_at_once_and_what_it_raises_reaches_who_waits() -> None:
+    async def scenario() -> None:
+        call, heard = Call([SubmitText(1, "req", "completions", SamplingParams())]), 0
+
+        def follow() -> bool:
+            nonlocal heard
+            heard += 1
+            if heard == 3:
+                raise ValueError("cannot be written")
+            return heard == 1
+
+        call.follow = follow
+        call.tell()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call.changed(), 0.01)  # taken care of
+        call.tell()
+        await asyncio.wait_for(call.changed(), 1)  # not taken: who waits is woken
+        call.tell()
+        with pytest.raises(ValueError, match="cannot be written"):
+            await asyncio.wait_for(call.changed(), 1)
+        assert heard == 3
+
+    asyncio.run(scenario())
 
 
 def test_the_end_is_given_once_and_nothing_follows_it() -> None:

@@ -104,6 +104,21 @@ def test_every_accepted_field_counts_and_objects_have_their_own_names(pipeline: 
         assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1}
 
 
+def test_texts_that_wait_together_are_an_event_each(pipeline: Pipeline, client: httpx.Client) -> None:
+    """A gateway that was late does not merge what a client that reads could have had one by one."""
+    streamed = Streamed(client, "/v1/chat/completions", CHAT)
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    streamed.next()
+    words = [f" {number}" for number in range(300)]
+    for word in words:
+        answer.text(word)
+    answer.finish("length")
+    choices = [event["choices"][0] for event in streamed.rest()[:-1]]
+    assert [one["delta"].get("content") for one in choices] == [*words, None]
+    assert choices[-1]["finish_reason"] == "length"
+
+
 def test_usage_chunk_only_when_asked(pipeline: Pipeline, client: httpx.Client) -> None:
     """It has `"choices": []`, and all other chunks `"usage": null` (ATOM 1711, ollama PR 6784)."""
     streamed = Streamed(client, "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}})
