@@ -104,7 +104,8 @@ class Request:
 
     timeout: seconds after arrival until it has to be complete, 0 for any time. cached_tokens: of the prompt, at its
     first admission. prompt_logprobs: of its tokens from the second on, as far as they are known, where they are asked
-    for. search, beams: of a request with beam search, and the sequences that its beams are, in its order.
+    for. search, beams: of a request with beam search, and the sequences that its beams are, in its order. is_plain:
+    each of its tokens is told as it comes, by itself.
     """
 
     rid: int
@@ -128,6 +129,11 @@ class Request:
     first_token: float | None = None
     ended: float = 0.0  # once done is set
     done: Done | None = None
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        self.is_plain = not sampling.is_held and sampling.logprobs < 0 and sampling.prompt_logprobs < 0
 
     @property
     def is_held(self) -> bool:

@@ -65,12 +65,8 @@ class Streams:
             request.outbox.done(request.done)
 
     def token(self, sequence: Sequence) -> None:
-        """Sends the newest token of a sequence."""
-        request, offset = sequence.request, len(sequence.output) - 1
-        if request.sampling.logprobs >= 0 or request.sampling.prompt_logprobs >= 0:
-            self._send_from(sequence, offset)
-        else:
-            request.outbox.token(request.rid, sequence.index, offset, sequence.output[-1])
+        """Sends the newest token of a sequence, with all that is told of it."""
+        self._send_from(sequence, len(sequence.output) - 1)
 
     def end(self, sequence: Sequence, finished: Finished) -> None:
         sequence.finished = finished
