@@ -21,7 +21,7 @@ from services.scheduler.tables import NOTHING, Tables
 from shared.codec import int32
 
 LOOK_UP_AGAIN = 8  # plans after which a prompt that did not fit is looked up again: it may have more hits by now
-AWAIT_STEPS = 256  # plans in which a sequence waits for another to compute what they share, at most
+AWAIT_STEPS = 256  # plans in which a sequence waits for another to compute the next block that they share, at most
 SPARE = 200  # one block in this many is kept for those already running
 
 
@@ -132,7 +132,7 @@ class Admission:
     def _place(self, sequence: Sequence, draft: Draft) -> bool:
         """Gives a sequence that waits the blocks that are cached for it, if there is room for all that it still needs.
 
-        It waits instead while somebody else computes what comes next of its prompt, for AWAIT_STEPS at most.
+        It waits instead while somebody else computes the next block of its prompt, for AWAIT_STEPS at most.
         """
         if self._running.num_free_rows < self._running.rows_needed(sequence):
             return False
@@ -146,8 +146,10 @@ class Admission:
         # What tells the logprobs of a prompt computes all of it.
         look_up = sequence.request.missing_prompt_logprobs < 0
         match = self._tables.look_up(sequence) if look_up else NOTHING
+        before = sequence.awaited
         if look_up and patient and self._tables.is_being_written(sequence, match):
-            sequence.awaits = sequence.awaits or step_id
+            if not sequence.awaits or sequence.awaited != before:
+                sequence.awaits = step_id
             return False
         adopted = self._tables.adopt(sequence, match, slack=slack, step_id=step_id)
         if adopted is None:

@@ -39,13 +39,13 @@ class Sequence:
     cache has of it. feed: the tokens to compute before it decodes (prompt + output at admission). cached: how many of
     these had their KV at admission. computed: how many are planned. fence: the last step that names its blocks; until
     that one is retired they are not given back, slot or no slot. forks: siblings that wait for it to compute the
-    prompt, all of whom sample from its last position. awaits: the step from which on it waits for others to compute
-    what it shares with them, 0 when it does not wait; awaited: the key of that block. missing: how many blocks it (of a
-    swapped group, the first for all) lacked when it was looked up last and did not fit. passes: how often smaller ones
-    were admitted before it because it did not fit. host: its table on the host, while it is swapped. preempted_by: the
-    decision that took its memory, until it decodes again. cumulative: logprob of the output, where it is needed.
-    logprobs: of each token of the output, where the request asked for them. offer: of a beam whose step is done, what
-    it may go on with. grammar: what the output is held to, if to anything.
+    prompt, all of whom sample from its last position. awaits: the step from which on it waits for others to compute the
+    next block that it shares with them, 0 when it does not wait; awaited: the key of that block. missing: how many
+    blocks it (of a swapped group, the first for all) lacked when it was looked up last and did not fit. passes: how
+    often smaller ones were admitted before it because it did not fit. host: its table on the host, while it is swapped.
+    preempted_by: the decision that took its memory, until it decodes again. cumulative: logprob of the output, where it
+    is needed. logprobs: of each token of the output, where the request asked for them. offer: of a beam whose step is
+    done, what it may go on with. grammar: what the output is held to, if to anything.
     """
 
     request: Request

@@ -265,11 +265,15 @@ class NullExecutor:
             getattr(self._prompt_logprobs, column.name).extend(getattr(part, column.name))
 
     def _sample(self, slots: Index) -> Index:
-        temperature, seed = self._rows.temperature[slots], self._rows.seed[slots].astype(np.uint64)
-        mixed = _mix(self._prefix_hash[slots] + np.where(temperature > 0, _mix(seed + np.uint64(1)), np.uint64(0)))
+        mixed = _mix(self._prefix_hash[slots] + self._noise(slots))
         ids = self._allowed[(mixed % np.uint64(len(self._allowed))).astype(np.int64)]
-        tired = (temperature > TIRED_ABOVE) & (mixed >> np.uint64(60) == 0)
+        tired = (self._rows.temperature[slots] > TIRED_ABOVE) & (mixed >> np.uint64(60) == 0)
         return np.asarray(np.where(tired, self._eos, ids))
+
+    def _noise(self, slots: Index) -> Array64:
+        """What a random row's sample depends on besides its prefix; 0 for a greedy one."""
+        seed = self._rows.seed[slots].astype(np.uint64)
+        return np.where(self._rows.temperature[slots] > 0, _mix(seed + np.uint64(1)), np.uint64(0))
 
     def _sample_masked(self, slots: Index, ids: Index, mask: Mask) -> None:
         """Samples once more what the mask is about, into ``ids``, which belong to ``slots``."""
@@ -280,7 +284,7 @@ class NullExecutor:
         bits = np.unpackbits(np.frombuffer(mask.bits, dtype=np.uint8), bitorder="little").reshape(-1, words * 32)
         for slot, allowed in zip(mask.slots, bits, strict=True):
             tokens = np.flatnonzero(allowed)
-            seed = _mix(self._seed[[slot]] + np.uint64(1)) if self._temperature[slot] > 0 else np.uint64(0)
+            seed = self._noise(np.asarray([slot]))
             ids[places[slot]] = tokens[int(_mix(self._prefix_hash[[slot]] + seed)[0] % np.uint64(len(tokens)))]
 
     def _logprobs(self, slots: Index, ids: Index) -> Logprobs | None:

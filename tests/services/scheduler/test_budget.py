@@ -156,3 +156,17 @@ def test_two_prompts_under_way_never_hold_half_of_the_pool_each() -> None:
     assert all(simulation.outputs[rid, 0] == toy_output(prompt(rid, 400), 4) for rid in (2, 3))
     assert sum(done.preemptions for done in simulation.done.values()) == 0
     simulation.check_nothing_is_left()
+
+
+def test_who_shares_a_long_prompt_waits_as_long_as_it_grows_and_computes_none_of_it() -> None:
+    """With a block a step, 5,000 tokens are under way for longer than anybody waits for one block."""
+    simulation = timed(max_step=0.020)
+    streams(simulation, 2)
+    for rid in (100, 101):
+        simulation.submit(rid, prompt(100, 5000), 3)
+    while len(simulation.done) < 4:  # the two that taught it the costs are among them
+        simulation.round()
+        simulation.receive()
+    assert sum(len(plan.tokens) for plan in simulation.plans) <= 5000 + 16
+    assert simulation.done[101].cached_tokens >= 4992
+    assert simulation.outputs[101, 0] == simulation.outputs[100, 0] == toy_output(prompt(100, 5000), 3)
