@@ -27,11 +27,14 @@ class Budget:
         self._block_size = block_size
         self._seconds = seconds
         self._prompts = prompts
+        self._refused = False
 
     @property
     def is_spent(self) -> bool:
-        """Whether no further prompt can have a chunk."""
-        return self.tokens <= 0 or bool(self.prompt_tokens and self._costs.prompt(0, self._block_size) > self._seconds)
+        """Whether no further prompt can have a chunk, or one could not that is before it in line."""
+        if self._refused or self.tokens <= 0:
+            return True
+        return bool(self.prompt_tokens) and self._costs.prompt(0, self._block_size) > self._seconds
 
     def chunk(self, start: int, wanted: int) -> int:
         """How many of the ``wanted`` tokens of a prompt from ``start`` on may be computed.
@@ -49,7 +52,9 @@ class Budget:
         if count <= 0:
             block = min(wanted, self._block_size - start % self._block_size)
             count = block if not self.prompt_tokens or self._costs.prompt(start, block) <= self._seconds else 0
-        return min(count, most)
+        count = min(count, most)
+        self._refused |= count < min(wanted, 1)
+        return count
 
     def spend(self, start: int, count: int) -> None:
         """A chunk was taken."""

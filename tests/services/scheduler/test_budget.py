@@ -170,3 +170,23 @@ def test_who_shares_a_long_prompt_waits_as_long_as_it_grows_and_computes_none_of
     assert sum(len(plan.tokens) for plan in simulation.plans) <= 5000 + 16
     assert simulation.done[101].cached_tokens >= 4992
     assert simulation.outputs[101, 0] == simulation.outputs[100, 0] == toy_output(prompt(100, 5000), 3)
+
+
+def test_prompts_that_are_cached_far_do_not_take_slots_without_being_computed() -> None:
+    """A block after 4,000 cached tokens takes longer than one at the start, for which there would be time."""
+    simulation = timed(max_step=0.052)
+    streams(simulation, 2)
+    simulation.submit(100, prompt(100, 4000), 2)
+    while 100 not in simulation.done:
+        simulation.round()
+        simulation.receive()
+    for rid in range(
+        101, 111
+    ):  # of 42 ms one block takes 22.4: too little is left for another, but not for a first one
+        simulation.submit(rid, prompt(100, 4000) + prompt(rid, 100), 2)
+    most = 0
+    while len(simulation.done) < 13:
+        simulation.round()
+        simulation.receive()
+        most = max(most, len(simulation.scheduler.queues.prefilling))
+    assert most <= 2
