@@ -9,10 +9,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.scheduler.budget import STRETCH, TOGETHER
+from services.scheduler.budget import STRETCH, TOGETHER, Budget
 from shared.wire import Plan
 from tests.services.scheduler.simulation import VOCAB, Simulation, toy_output
+from tests.services.scheduler.test_step_costs import taught
 
 DECODES, TOKEN, CONTEXT = 0.010, 0.001, 1e-7
 
@@ -190,3 +193,36 @@ def test_prompts_that_are_cached_far_do_not_take_slots_without_being_computed() 
         simulation.receive()
         most = max(most, len(simulation.scheduler.queues.prefilling))
     assert most <= 2
+
+
+@given(
+    st.floats(1e-5, 1e-3),
+    st.floats(0, 1e-6),
+    st.floats(-0.01, 0.5),
+    st.integers(1, 2048),
+    st.lists(st.tuples(st.integers(0, 8000), st.integers(1, 5000)), min_size=1, max_size=12),
+)
+def test_a_budget_is_kept_and_its_first_chunk_is_a_block(
+    token: float, context: float, seconds: float, tokens: int, prompts: list[tuple[int, int]]
+) -> None:
+    costs = taught((0.01, 0.0), (token, context))
+    budget, left, chunks = Budget(costs, 16, tokens, seconds, len(prompts)), seconds, 0
+    for start, wanted in prompts:
+        if budget.is_spent:
+            break
+        count = budget.chunk(start, wanted)
+        assert 0 <= count <= min(wanted, budget.tokens)
+        if count == 0:
+            assert chunks
+            continue
+        assert count in (wanted, budget.tokens) or (start + count) % 16 == 0
+        took = costs.prompt(start, count)
+        if chunks == 0:
+            assert count >= min(wanted, budget.tokens, 16 - start % 16)
+            assert took <= seconds or count <= 16
+        elif wanted > 1:
+            assert took <= left * (1 + 1e-9)
+        budget.spend(start, count)
+        left, chunks = left - took, chunks + 1
+    assert chunks
+    assert budget.prompt_tokens <= tokens
