@@ -70,9 +70,13 @@ class Simulation:
         max_model_len: int = 2048,
         vocab_size: int = VOCAB,
         digest: Digest = digest,
+        max_step: float | None = 0.0,
         **policy: Any,
     ) -> None:
-        """``digest`` makes the prefix cache's keys. ``policy``: further fields of Limits."""
+        """``digest`` makes the prefix cache's keys. ``policy``: further fields of Limits.
+
+        Steps have no limit in time, which would make plans depend on the machine; else give made-up ``timings`` too.
+        """
         limits = Limits(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -82,6 +86,7 @@ class Simulation:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_queued_reqs=max_num_queued_reqs,
+            max_step=max_step,
             **policy,
         )
         self.now = 0.0

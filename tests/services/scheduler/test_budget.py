@@ -29,10 +29,15 @@ def seconds(plan: Plan) -> float:
     return (DECODES if plan.decodes else 0.0) + sum(chunk_seconds(*one) for one in chunks)
 
 
-def timed(**fields: object) -> Simulation:
+def timed(max_step: float | None = None, num_blocks: int = 1200, max_model_len: int = 8192) -> Simulation:
     """A simulation on that worker, which knows its costs: it has run a prompt and decodes."""
-    defaults = {"num_blocks": 1200, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 8192}
-    simulation = Simulation(**(defaults | fields))  # type: ignore[arg-type]
+    simulation = Simulation(
+        num_blocks=num_blocks,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        max_model_len=max_model_len,
+        max_step=max_step,
+    )
 
     def timings(plan: Plan) -> dict[str, float]:
         simulation.now += seconds(plan)

@@ -49,11 +49,10 @@ class Driver:
             host_blocks=rng.choice([0, 4, 30]),
             enable_prefix_caching=rng.random() < 0.9,
             prefix_isolation=rng.choice(["none", "tenant"]),
-            max_step=rng.choice([None, 0.0, 0.02]),
+            max_step=rng.choice([0.0, None, 0.02]),
             digest=rng.choice([digest, few_keys]),
         )
-        if rng.random() < 0.5:
-            self.simulation.timings = slow
+        self.simulation.timings = slow
         self.held = rng.random() < 0.4
         self.prompts: list[list[int]] = []
         self.salted: dict[int, tuple[tuple[str, str], list[int]]] = {}  # by rid: what must be equal to share; prompt
