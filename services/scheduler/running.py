@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from services.scheduler.beams import Beams
 from services.scheduler.flight import Flight
+from services.scheduler.queues import Queues
 from services.scheduler.request import Sequence, State
 from services.scheduler.rows import Rows
 
 
 class Running:
-    def __init__(self, rows: Rows, beams: Beams, flight: Flight) -> None:
+    def __init__(self, rows: Rows, beams: Beams, queues: Queues, flight: Flight) -> None:
         self.rows = rows
         self.beams = beams
+        self._queues = queues
         self._flight = flight
 
     def sequences(self) -> list[Sequence]:
@@ -20,7 +22,8 @@ class Running:
     @property
     def num_free_rows(self) -> int:
         """Rows that nobody has or will need to go on."""
-        return self.rows.num_free - (self.beams.reserved() if self.beams.requests else 0)
+        forks = sum(len(sequence.forks) for sequence in self._queues.prefilling)
+        return self.rows.num_free - forks - (self.beams.reserved() if self.beams.requests else 0)
 
     def rows_needed(self, sequence: Sequence) -> int:
         """Rows for all that the admission of a sequence brings with it."""

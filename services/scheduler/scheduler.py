@@ -77,7 +77,7 @@ class Scheduler:
         self.flight = flight = Flight(tables, host)
         self.swaps = swaps = Swaps(tables, host, flight)
         self.beams = Beams(tables, flight)
-        self.running = running = Running(self.rows, self.beams, flight)
+        self.running = running = Running(self.rows, self.beams, queues, flight)
         self.costs = StepCosts()
         self._budgets = Budgets(limits, self.costs)
         self.preemption = Preemption(limits.preemption_mode)

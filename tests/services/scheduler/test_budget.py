@@ -29,11 +29,13 @@ def seconds(plan: Plan) -> float:
     return (DECODES if plan.decodes else 0.0) + sum(chunk_seconds(*one) for one in chunks)
 
 
-def timed(max_step: float | None = None, num_blocks: int = 1200, max_model_len: int = 8192) -> Simulation:
+def timed(
+    max_step: float | None = None, *, num_blocks: int = 1200, max_model_len: int = 8192, max_num_seqs: int = 64
+) -> Simulation:
     """A simulation on that worker, which knows its costs: it has run a prompt and decodes."""
     simulation = Simulation(
         num_blocks=num_blocks,
-        max_num_seqs=64,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=2048,
         max_model_len=max_model_len,
         max_step=max_step,
@@ -231,3 +233,20 @@ def test_a_budget_is_kept_and_its_first_chunk_is_a_block(
         left, chunks = left - took, chunks + 1
     assert chunks
     assert budget.prompt_tokens <= tokens
+
+
+def test_rows_for_the_samples_of_a_prompt_under_way_are_kept_free() -> None:
+    """Four samples of a long prompt get their rows when it is complete, whoever came in the meantime."""
+    simulation = timed(max_step=0.075, max_num_seqs=6)
+    streams(simulation, 1)
+    simulation.submit(100, prompt(100, 400), 3, n=4, temperature=1.0, seed=5)
+    for rid in range(101, 104):
+        simulation.submit(rid, prompt(rid, 40), 30)
+    for _ in range(4):
+        simulation.round()
+    assert simulation.scheduler.rows.num_free == 3  # the stream, the long prompt and one of the short ones run
+    while 100 not in simulation.done:
+        simulation.round()
+        simulation.receive()
+    for index in range(4):
+        assert simulation.outputs[100, index] == toy_output(prompt(100, 400), 3, 1.0, 5 + index)
