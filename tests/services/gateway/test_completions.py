@@ -109,6 +109,7 @@ def test_texts_that_wait_together_are_an_event_each(pipeline: Pipeline, client: 
     streamed = Streamed(client, "/v1/chat/completions", CHAT)
     answer = pipeline.tokenizer.submitted()
     answer.accept()
+    streamed.opened()
     streamed.next()
     words = [f" {number}" for number in range(300)]
     for word in words:
