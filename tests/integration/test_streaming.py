@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,9 +49,14 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str,
     for chunk in chunks:
         assert chunk["usage"] is None and len(chunk["choices"]) == 1
         choice = chunk["choices"][0]
-        into = joined.setdefault(choice["index"], {"text": "", "token_ids": [], "logprobs": [], "finish_reason": None})
+        empty: dict[str, Any] = {"text": "", "calls": {}, "token_ids": [], "logprobs": [], "finish_reason": None}
+        into = joined.setdefault(choice["index"], empty)
         assert into["finish_reason"] is None, "something came after a finish_reason"
         into["text"] += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        for call in choice.get("delta", {}).get("tool_calls", ()):
+            name, arguments = into["calls"].get(call["index"], ("", ""))
+            function = call["function"]
+            into["calls"][call["index"]] = (name + function.get("name", ""), arguments + function["arguments"])
         into["token_ids"] += choice.get("token_ids", [])
         into["logprobs"] += tokens_told(choice["logprobs"])
         into["finish_reason"], into["stop_reason"] = choice["finish_reason"], choice.get("stop_reason")
@@ -71,7 +77,11 @@ def shown(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """A whole answer's choices as ``streamed`` has them."""
     return {
         choice["index"]: {
-            "text": choice["message"]["content"] if "message" in choice else choice["text"],
+            "text": (choice["message"]["content"] or "") if "message" in choice else choice["text"],
+            "calls": {
+                index: (call["function"]["name"], call["function"]["arguments"])
+                for index, call in enumerate(choice.get("message", {}).get("tool_calls", ()))
+            },
             "token_ids": choice["token_ids"],
             "logprobs": tokens_told(choice["logprobs"]),
             "finish_reason": choice["finish_reason"],
@@ -115,6 +125,39 @@ def test_streamed_is_whole_for_every_end(client: httpx.Client, path: str, prompt
     told = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
     assert len(compare(client, path, {**base, **told})[0]["logprobs"]) == 40
     assert compare(client, path, {**base, "skip_special_tokens": False})[0]["token_ids"] == ids
+
+
+FLAG = {"type": "object", "properties": {"flag": {"enum": ["x", "안녕 😀"]}}, "required": ["flag"]}
+GRAMMARS: list[dict[str, Any]] = [
+    {"choice": ["red", "deep blue", "世界"]},
+    {"regex": "[0-9]{3}-[a-f]{2}é"},
+    {"json": {**FLAG, "additionalProperties": False}},
+]
+
+
+@pytest.mark.parametrize(("path", "prompt"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_streamed_is_whole_where_a_grammar_ends_it(client: httpx.Client, path: str, prompt: dict[str, Any]) -> None:
+    found = []
+    for grammar in GRAMMARS:
+        body = {**prompt, "max_tokens": 300, "temperature": 0, "structured_outputs": grammar}
+        (choice,) = compare(client, path, body).values()
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+        found.append(choice["text"])
+        cut = compare(client, path, {**body, "max_tokens": 2})[0]  # in the middle of it
+        assert found[-1].startswith(cut["text"].rstrip("\N{REPLACEMENT CHARACTER}"))
+    chosen, matched, record = found
+    assert chosen in GRAMMARS[0]["choice"] and re.fullmatch(GRAMMARS[1]["regex"], matched)
+    assert json.loads(record)["flag"] in FLAG["properties"]["flag"]["enum"]
+
+
+@pytest.mark.parametrize("wish", ["required", {"type": "function", "function": {"name": "paint"}}])
+def test_streamed_is_whole_for_a_tool_call(client: httpx.Client, wish: Any) -> None:
+    tool = {"type": "function", "function": {"name": "paint", "parameters": {**FLAG, "additionalProperties": False}}}
+    body = {**CHAT, "tools": [tool], "tool_choice": wish, "parallel_tool_calls": False}
+    (choice,) = compare(client, "/v1/chat/completions", {**body, "max_tokens": 300, "temperature": 0}).values()
+    ((name, arguments),) = choice["calls"].values()
+    assert name == "paint" and json.loads(arguments)["flag"] in FLAG["properties"]["flag"]["enum"]
+    assert choice["finish_reason"] == ("tool_calls" if wish == "required" else "stop") and choice["text"] == ""
 
 
 def test_streamed_is_whole_for_many_seeds(server: Server) -> None:
