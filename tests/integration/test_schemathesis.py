@@ -1,6 +1,6 @@
 """Requests that schemathesis makes up from ``/openapi.json``: good ones, bad ones, and ones just at the limits.
 
-QUIRE_SCHEMATHESIS_SECONDS=120 lets it look longer than a run of all tests can wait.
+QUIRE_SCHEMATHESIS_SECONDS=120 lets it look longer than a run of all tests can wait, QUIRE_SCHEMATHESIS_SEED elsewhere.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.integration.server import NULL, serve
 
 SECONDS = os.environ.get("QUIRE_SCHEMATHESIS_SECONDS", "20")
+SEED = os.environ.get("QUIRE_SCHEMATHESIS_SEED", "1")
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -28,7 +29,7 @@ def test_no_request_breaks_the_server_or_gets_what_is_not_documented(tmp_path: P
     with serve(tmp_path, *NULL, "--max-model-len", "512") as server:
         command = [
             *(str(Path(sys.executable).with_name("schemathesis")), "run", f"{server.url}/openapi.json"),
-            *("--checks", ",".join(CHECKS), "--max-time", SECONDS, "--max-response-time", "10"),
+            *("--checks", ",".join(CHECKS), "--max-time", SECONDS, "--max-response-time", "10", "--seed", SEED),
             *("--request-timeout", "30", "--phases", "examples,coverage,fuzzing"),
             *("--generation-database", "none", "--warnings", "off", "--no-color", "--continue-on-failure"),
         ]
