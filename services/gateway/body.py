@@ -10,6 +10,7 @@ import orjson
 from starlette.requests import Request
 
 from services.gateway.calls import ClientGone
+from services.gateway.fields import MAX_DEPTH, nests_too_deeply
 from shared.errors import RequestError
 
 MIN_VALUES = 1 << 17  # JSON values a body may always hold
@@ -23,7 +24,7 @@ async def read_json(request: Request, max_bytes: int, max_model_len: int) -> dic
 
 
 def parse_object(raw: bytes, max_values: int) -> dict[str, Any]:
-    """Parses strictly: UTF-8 without lone surrogates, no NaN or Infinity, limited depth.
+    """Parses strictly: UTF-8 without lone surrogates, no NaN or Infinity, fields of at most MAX_DEPTH levels.
 
     A long string costs next to nothing to parse, millions of small values cost seconds of a loop that all streams
     share, so their number is limited beforehand.
@@ -36,6 +37,12 @@ def parse_object(raw: bytes, max_values: int) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError(f"the body is not a JSON object but a {type(value).__name__}", code="invalid_json")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        for name, inner in value.items():
+            if nests_too_deeply(inner):
+                name = name[:100]
+                message = f"{name}: lists and objects nest deeper than the limit of {MAX_DEPTH} levels"
+                raise RequestError(message, code="invalid_value", param=name)
     return value
 
 

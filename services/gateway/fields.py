@@ -11,6 +11,10 @@ from typing import Any
 
 from shared.errors import RequestError
 
+# Levels of a field's value. JSON is read deeper than it is written (orjson: 1024 and 254), and what a request holds is
+# written again on its way, with levels around it.
+MAX_DEPTH = 200
+
 WITHOUT_EFFECT = frozenset(
     {
         "metadata",
@@ -77,6 +81,15 @@ def drop_without_effect(body: dict[str, Any], known: Container[str]) -> dict[str
 def unknown_field(path: str) -> RequestError:
     path = path[:100]
     return RequestError(f"{path}: this field is not known", code="unknown_parameter", param=path)
+
+
+def nests_too_deeply(value: Any) -> bool:
+    """Whether lists and objects are in each other over MAX_DEPTH levels deep. Goes level by level, not recursively."""
+    level = [value] if isinstance(value, (list, dict)) else []
+    for _ in range(MAX_DEPTH):
+        insides = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [inner for inside in insides for inner in inside if isinstance(inner, (list, dict))]
+    return bool(level)
 
 
 def shown(value: Any, limit: int = 80) -> str:

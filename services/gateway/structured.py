@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from services.gateway.fields import shown
+from services.gateway.fields import MAX_DEPTH, nests_too_deeply, shown
 from services.gateway.model import Model, invalid
 from shared.errors import RequestError
 from shared.grammar import MAX_GRAMMAR_CHARS, GrammarSpec
@@ -30,6 +30,8 @@ def _schema(value: Any) -> Schema | None:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
             raise invalid(f"is not JSON: {error}") from error
+        if nests_too_deeply(value):
+            raise invalid(f"lists and objects nest deeper than the limit of {MAX_DEPTH} levels")
     if value is not None and not isinstance(value, (dict, bool)):
         raise invalid(f"should be a JSON Schema, an object or its text, got {shown(value)}")
     return value

@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from services.gateway import body
 from services.gateway.body import parse_object
+from services.gateway.fields import MAX_DEPTH
 from shared.errors import RequestError
 
 VALUES = st.recursive(
@@ -21,6 +22,13 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(alphabet='a,"\\['), inner, max_size=5),
     max_leaves=30,
 )
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
 
 
 def count(value: Any) -> int:
@@ -73,3 +81,12 @@ def test_a_body_that_comes_too_slowly_is_refused(
     with pytest.raises(RequestError, match=message) as caught:
         asyncio.run(body.read_json(request, 1 << 20, 100))
     assert (caught.value.status, caught.value.code) == (408, "timeout")
+
+
+def test_levels_are_counted_and_the_field_named() -> None:
+    body = {"flat": [[]] * 300, "tools": nested(MAX_DEPTH)}
+    assert parse_object(json.dumps(body).encode(), 1000) == body
+    for deep in (nested(MAX_DEPTH + 1), [[1], nested(MAX_DEPTH)], nested(900)):
+        with pytest.raises(RequestError, match=r"^tools: .* deeper than the limit of 200 levels") as raised:
+            parse_object(json.dumps({"flat": 1, "tools": deep}).encode(), 5000)
+        assert (raised.value.status, raised.value.code, raised.value.param) == (400, "invalid_value", "tools")

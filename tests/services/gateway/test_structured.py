@@ -84,3 +84,49 @@ def test_a_grammar_that_cannot_be_followed_is_the_requests_fault(pipeline: Pipel
         "param": None,
         "code": "grammar_failed",
     }
+
+
+def deep_schema(levels: int) -> dict[str, Any]:
+    """Of objects in objects; two levels of JSON each."""
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+MESSAGE = {"role": "user", "content": "hi"}
+DEEP = deep_schema(130)
+WISH = {"type": "json_schema", "name": "x", "schema": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("chat/completions", {"structured_outputs": {"json": DEEP}}, "structured_outputs"),
+        ("chat/completions", {"structured_outputs": {"json": json.dumps(DEEP)}}, "structured_outputs.json"),
+        ("chat/completions", {"guided_json": json.dumps(DEEP)}, "guided_json"),
+        ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": WISH}}, "response_format"),
+        ("chat/completions", {"tools": [{"type": "function", "function": {"parameters": DEEP}}]}, "tools"),
+        ("chat/completions", {"chat_template_kwargs": DEEP}, "chat_template_kwargs"),
+        ("chat/completions", {"metadata": DEEP}, "metadata"),
+        ("chat/completions", {"messages": [{**MESSAGE, "tool_calls": [DEEP]}]}, "messages"),
+        ("responses", {"text": {"format": WISH}}, "text"),
+        ("messages", {"output_config": {"format": {"type": "json_schema", "schema": DEEP}}}, "output_config"),
+    ],
+)
+def test_what_nests_too_deeply_is_refused_by_name(
+    client: httpx.Client, path: str, fields: dict[str, Any], param: str
+) -> None:
+    whole = {"responses": {"input": "hi"}, "messages": {"messages": [MESSAGE], "max_tokens": 1}}.get(path, CHAT)
+    response = client.post(f"/v1/{path}", json={**whole, **fields})
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400, message
+    assert message == f"{param}: lists and objects nest deeper than the limit of 200 levels"
+
+
+def test_a_schema_of_many_levels_reaches_the_tokenizer(pipeline: Pipeline, client: httpx.Client) -> None:
+    posted = Posted(client, "/v1/chat/completions", {**CHAT, "structured_outputs": {"json": deep_schema(99)}})
+    answer = pipeline.tokenizer.submitted()
+    assert answer.submit.grammar is not None and json.loads(answer.submit.grammar.text) == deep_schema(99)
+    answer.reject(400, "invalid_value", "", "enough")
+    assert posted.response().status_code == 400
