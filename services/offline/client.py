@@ -72,8 +72,11 @@ class Client:
             return await _answer(response)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """The answer, asking again while the server is too busy. Raises ServerError when there is no server."""
-        content = orjson.dumps(body)
+        """The answer, asking again while the server is too busy.
+
+        Raises RequestError for a body that JSON cannot say, ServerError when there is no server.
+        """
+        content = _json(body)
         attempt = 0
         while True:
             async with self._open("POST", path, content) as response:
@@ -86,9 +89,10 @@ class Client:
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The JSON of a streamed answer's events. Whoever stops listening cancels the request.
 
-        Raises RequestError with what the server says against it, ServerError when there is none.
+        Raises RequestError for a body that JSON cannot say and with what the server says against it, ServerError when
+        there is none.
         """
-        async with self._open("POST", path, orjson.dumps({**body, "stream": True})) as response:
+        async with self._open("POST", path, _json({**body, "stream": True})) as response:
             if response.status != 200:
                 raise (await _answer(response)).failure
             async for event in _events(response.content):
@@ -104,6 +108,24 @@ class Client:
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerError(f"no answer from {self._address.url}: {error or type(error).__name__}") from error
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    """Raises RequestError that names the field with a lone surrogate, too many levels or the like."""
+    try:
+        return orjson.dumps(body)
+    except TypeError as error:
+        field = next((str(name) for name, value in body.items() if not _is_json(value)), "")
+        message = f"{field or 'the body'}: cannot be sent as JSON: {error}"
+        raise RequestError(message, code="invalid_json", param=field or None) from None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 async def _answer(response: aiohttp.ClientResponse) -> Answer:

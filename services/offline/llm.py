@@ -150,15 +150,16 @@ class LLM:
         found: list[RequestOutput | None] = [None] * count
 
         async def ask(client: Client, index: int) -> None:
-            answer = await client.post(path, bodies[index])
-            if answer.status == 200:
+            try:
+                answer = await client.post(path, bodies[index])
+                if answer.status != 200:
+                    raise answer.failure
                 found[index] = read(index, answer.body)
-            elif on_error == "keep":
-                found[index] = RequestOutput(given[index], error=answer.failure.message)
-            else:
-                error = answer.failure
-                message = f"prompt {index}: {error.message}"
-                raise RequestError(message, status=error.status, code=error.code, param=error.param)
+            except RequestError as error:
+                if on_error == "raise":
+                    message = f"prompt {index}: {error.message}"
+                    raise RequestError(message, status=error.status, code=error.code, param=error.param) from None
+                found[index] = RequestOutput(given[index], error=error.message)
 
         self._run(self._ask_all(ask, count, use_tqdm))
         return [one for one in found if one is not None]

@@ -105,6 +105,30 @@ def test_a_prompt_that_cannot_be_answered(llm: LLM) -> None:
         generate(llm, "a", SamplingParams(temperature=3))
 
 
+DEEP: list[object] = []
+for _ in range(300):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("odd", "field", "why"),
+    [("half \ud800", "prompt", "surrogates"), (DEEP, "extra", "Recursion limit"), ({1, 2}, "extra", "set")],
+)
+def test_a_prompt_that_json_cannot_say(llm: LLM, odd: object, field: str, why: str) -> None:
+    prompts = ["a", odd if field == "prompt" else "b", "c"]
+    params = [GREEDY, SamplingParams(extra_body={} if field == "prompt" else {"extra": odd}), GREEDY]
+    with pytest.raises(RequestError, match=rf"prompt 1: {field}: cannot be sent as JSON: .*{why}"):
+        generate(llm, prompts, params)
+    kept = generate(llm, prompts, params, on_error="keep")
+    assert [len(one.outputs) for one in kept] == [1, 0, 1]
+    assert kept[1].error is not None and kept[1].error.startswith(f"{field}: cannot be sent as JSON")
+    messages = [[{"role": "user", "content": one}] for one in ("a", odd)]
+    chats = llm.chat(messages, GREEDY, use_tqdm=False, on_error="keep")
+    assert [one.error is None for one in chats] == [True, False]
+    with pytest.raises(RequestError, match="prompt: cannot be sent as JSON"):
+        llm.encode("half \ud800")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
