@@ -21,7 +21,7 @@ from services.offline.client import Address, Client
 from services.offline.options import parse, url_option
 from services.offline.server import ServerError
 from shared.config import option
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RequestError
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LINES_AHEAD = 256  # that are read before they are needed
@@ -90,9 +90,9 @@ class Batch:
         with tqdm(total=self._total, unit="request", dynamic_ncols=True, disable=None, file=sys.stderr) as bar:
             async with Client(address, self._concurrency) as client:
 
-                async def answer(line: Line) -> None:
+                async def answer(number: int, line: Line) -> None:
                     try:
-                        await self._answer(client, line)
+                        await self._answer(client, number, line)
                         bar.update()
                     finally:
                         free.release()
@@ -107,7 +107,7 @@ class Batch:
                             else:
                                 if line["custom_id"] not in self._output.answered:
                                     await free.acquire()
-                                    group.create_task(answer(line))
+                                    group.create_task(answer(number, line))
                                     continue
                                 self.kept += 1
                             bar.update()
@@ -165,17 +165,21 @@ class Batch:
         self._seen.add(custom_id)
         body = line.get("body")
         if line.get("method", "POST") != "POST":
-            raise BadLine("invalid_method", f"method is {line['method']!r}, not 'POST'", custom_id)
-        if line.get("url") not in ENDPOINTS:
-            raise BadLine("invalid_url", f"url is {line.get('url')!r}, not one of {', '.join(ENDPOINTS)}", custom_id)
+            raise BadLine("invalid_method", f"method is {_shown(line['method'])}, not 'POST'", custom_id)
+        if (url := line.get("url")) not in ENDPOINTS:
+            raise BadLine("invalid_url", f"url is {_shown(url)}, not one of {', '.join(ENDPOINTS)}", custom_id)
         if not isinstance(body, dict):
             raise BadLine("invalid_body", "body should be a JSON object", custom_id)
         if body.get("stream"):
             raise BadLine("invalid_body", "body.stream: a batch has no streams", custom_id)
         return line
 
-    async def _answer(self, client: Client, line: Line) -> None:
-        answer = await client.post(line["url"], line["body"])
+    async def _answer(self, client: Client, number: int, line: Line) -> None:
+        try:
+            answer = await client.post(line["url"], line["body"])
+        except RequestError as error:
+            self._refuse(number, BadLine("invalid_body", f"body.{error.message}", line["custom_id"]))
+            return
         response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
         self._write(line["custom_id"], response, None)
         self.failed += answer.status != 200
@@ -213,6 +217,11 @@ def _split(source: int) -> Iterator[bytes]:
         yield from lines
     if pending:
         yield pending
+
+
+def _shown(value: Any) -> str:
+    """For a message: short, and without going down into what may be a thousand levels deep."""
+    return repr(value[:80]) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def _first(error: BaseException) -> BaseException:

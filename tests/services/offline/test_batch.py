@@ -107,6 +107,30 @@ def test_each_bad_line_has_its_error_and_costs_no_other(server: Server, tmp_path
     assert out.read_bytes() == before and "0 answered" in again.stderr and again.returncode == 0
 
 
+def test_lines_that_cannot_be_sent_have_their_errors(server: Server, tmp_path: Path) -> None:
+    deep = "[" * 400 + "]" * 400
+    lines = [
+        json.dumps(request("deep"))[:-2] + f', "extra": {deep}}}}}',
+        json.dumps({**request("url"), "url": "DEEP"}).replace('"DEEP"', "[" * 1000 + "]" * 1000),
+        request("surrogate", prompt="half \ud800"),
+        request("fine"),
+    ]
+    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    ended = batch(server, source, out)
+    assert ended.returncode == 3 and "Traceback" not in ended.stderr, ended.stderr
+    found = read(out.read_text())
+    assert found["fine"]["response"]["status_code"] == 200
+    assert found["deep"]["response"] is None and found["deep"]["error"]["code"] == "invalid_body"
+    assert found["deep"]["error"]["message"].startswith("line 1: body.extra: cannot be sent as JSON")
+    assert found["url"]["error"] == {
+        "code": "invalid_url",
+        "message": "line 2: url is a list, not one of /v1/chat/completions, /v1/completions, /v1/responses",
+    }
+    assert found[None]["error"]["code"] == "invalid_json"
+    before = out.read_bytes()
+    assert batch(server, source, out).returncode == 0 and out.read_bytes() == before
+
+
 def test_stdin_to_stdout_on_a_server_of_its_own() -> None:
     """No port is opened, nothing but answers is on stdout, and nothing is left afterwards."""
     text = "".join(json.dumps(request(f"id-{number}")) + "\n" for number in range(5))
