@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 from tqdm import tqdm
 
-from services.offline.batch_output import BatchOutput
+from services.offline.batch_output import DUPLICATE, BatchOutput
 from services.offline.client import Address, Client
 from services.offline.options import parse, url_option
 from services.offline.server import ServerError
@@ -158,11 +158,11 @@ class Batch:
         custom_id = line.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
             raise BadLine("missing_custom_id", "custom_id should be a string that is not empty")
+        if custom_id in self._seen:
+            raise BadLine(DUPLICATE, f"custom_id {custom_id!r} is that of a line before", custom_id)
+        self._seen.add(custom_id)
         if custom_id in self._output.answered:
             return line
-        if custom_id in self._seen:
-            raise BadLine("duplicate_custom_id", f"custom_id {custom_id!r} is that of a line before", custom_id)
-        self._seen.add(custom_id)
         body = line.get("body")
         if line.get("method", "POST") != "POST":
             raise BadLine("invalid_method", f"method is {_shown(line['method'])}, not 'POST'", custom_id)
@@ -186,7 +186,7 @@ class Batch:
 
     def _refuse(self, number: int, error: BadLine) -> None:
         message = f"line {number}: {error}"
-        if error.custom_id is None and message in self._output.refused:
+        if message in self._output.refused:
             self.kept += 1
             return
         self._write(error.custom_id, None, {"code": error.code, "message": message})

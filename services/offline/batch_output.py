@@ -13,9 +13,11 @@ import orjson
 
 from shared.errors import ConfigError
 
+DUPLICATE = "duplicate_custom_id"  # error code of a line whose id is another line's
+
 
 class BatchOutput:
-    """answered: custom_ids that have their answer. refused: what was said about lines without one."""
+    """answered: custom_ids that have their answer. refused: what was said about lines without an id of their own."""
 
     def __init__(self, file: BinaryIO, answered: set[str], refused: set[str]) -> None:
         self._file = file
@@ -82,13 +84,14 @@ def _read(file: BinaryIO, path: str) -> tuple[list[bytes], set[str], set[str], b
             record = orjson.loads(raw)
             custom_id, response, error = record["custom_id"], record["response"], record["error"]
             again = response is not None and _is_passing(response["status_code"])
+            is_own = custom_id is not None and (error is None or error["code"] != DUPLICATE)
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise ConfigError(f"--output-file {path}: line {number} is not the answer of a batch") from None
         if again:
             unfinished = True
             continue
         kept.append(raw)
-        if custom_id is not None:
+        if is_own:
             answered.add(custom_id)
         else:
             refused.add(error["message"])

@@ -167,6 +167,20 @@ def test_a_killed_run_goes_on_where_it_was(server: Server, tmp_path: Path) -> No
     assert len(read(out.read_text())) == 300
 
 
+def test_a_line_is_asked_after_its_duplicate_was_refused(server: Server, tmp_path: Path) -> None:
+    """As where a run was killed in between; and the other way round, and nothing comes twice."""
+    source, out = write(tmp_path / "in.jsonl", [request("a"), request("a")]), tmp_path / "out.jsonl"
+    assert batch(server, source, out).returncode == 3
+    lines = sorted(out.read_text().splitlines(), key=lambda line: json.loads(line)["error"] is None)
+    for kept in lines:
+        out.write_text(kept + "\n")
+        again = batch(server, source, out)
+        assert "1 answered" in again.stderr and "1 were there before" in again.stderr
+        records = sorted(map(json.loads, out.read_text().splitlines()), key=lambda one: one["error"] is None)
+        assert [one["error"] and one["error"]["code"] for one in records] == ["duplicate_custom_id", None]
+        assert records[1]["response"]["status_code"] == 200
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -38,6 +38,15 @@ def test_answers_are_kept_and_appended_to(tmp_path: Path) -> None:
     assert ids(path) == ["a", "b", None, "c"]
 
 
+def test_an_error_of_another_line_of_the_same_id_is_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    duplicate = record("a", None, "line 2: custom_id 'a' is that of a line before")
+    duplicate["error"]["code"] = "duplicate_custom_id"
+    append(path, duplicate, record("b", None, "line 3: url is 'x'"))
+    again = append(path)
+    assert again.answered == {"b"} and again.refused == {duplicate["error"]["message"]}
+
+
 @pytest.mark.parametrize("torn", ['{"id": "batch_req_2", "custom_id": "b", "resp', "{"])
 def test_a_last_line_that_was_cut_off_is_asked_again(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "out.jsonl"
