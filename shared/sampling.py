@@ -30,6 +30,14 @@ class LogitRules:
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
+    @property
+    def can_forbid(self) -> bool:
+        """Whether some token may have no chance, even where it is the only one that a grammar allows.
+
+        A bias is finite, so it leaves that one its chance.
+        """
+        return bool(self.min_tokens or self.allowed_token_ids or self.bad_words)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:

@@ -99,12 +99,12 @@ class Constrained:
     def end_if_over(self, sequence: Sequence) -> int:
         """Ends a sequence that can only go on in one way, or in none, until its grammar is complete.
 
-        Returns by how many tokens its output grows. Where logprobs are told, each token has to be sampled.
+        Returns by how many tokens its output grows.
         """
         grammar = sequence.grammar
         if sequence.finished is not None or grammar is None or not grammar.is_over:
             return 0
-        return 0 if grammar.forced and sequence.request.tells_logprobs else self._complete(sequence)
+        return 0 if grammar.forced and sequence.request.samples_each else self._complete(sequence)
 
     def _complete(self, sequence: Sequence) -> int:
         grammar = sequence.grammar

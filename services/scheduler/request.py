@@ -81,9 +81,9 @@ class Sequence:
     def ahead(self) -> list[int]:
         """Tokens that follow the output in any case, and may be computed before they are told: one more is to sample.
 
-        None where logprobs are told, because then each token has to be sampled.
+        None where each token has to be sampled.
         """
-        if self.grammar is None or self.request.tells_logprobs:
+        if self.grammar is None or self.request.samples_each:
             return []
         return self.grammar.forced[: self.request.max_tokens - 1 - len(self.output)]
 
@@ -144,6 +144,12 @@ class Request:
     def tells_logprobs(self) -> bool:
         """Whether the logprob of each output token is needed."""
         return self.sampling.logprobs >= 0 or self.sampling.is_held
+
+    @property
+    def samples_each(self) -> bool:
+        """Whether each output token has to be sampled: its logprob is needed, or a rule may forbid it."""
+        rules = self.sampling.rules
+        return self.tells_logprobs or (rules is not None and rules.can_forbid)
 
     @property
     def missing_prompt_logprobs(self) -> int:

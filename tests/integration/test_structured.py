@@ -180,6 +180,17 @@ def test_what_contradicts_the_grammar_is_an_error_of_that_request(server: Server
     assert cut["choices"][0]["finish_reason"] == "length"
 
 
+def test_what_is_forbidden_stays_so_where_the_grammar_leaves_no_choice(server: Server) -> None:
+    only: dict[str, Any] = {"structured_outputs": {"regex": "[ab] red apple[ab]"}, "logprobs": 0, "seed": 1}
+    only["return_token_ids"] = True
+    ids = ask(server, **only)["choices"][0]["token_ids"]
+    rules: list[dict[str, Any]] = [{"bad_words": ["red"]}, {"allowed_token_ids": [ids[0]]}]
+    for rule in rules:
+        for whole in (only, {"structured_outputs": only["structured_outputs"], "seed": 1}):
+            answer = ask(server, **whole, **rule)
+            assert answer["status"] == 400 and answer["error"]["code"] == "grammar_failed", (rule, answer)
+
+
 def test_a_bad_grammar_is_refused_and_the_server_lives(server: Server) -> None:
     """vllm #43920, #17313: 400, before and after a good one; vllm #54003: one that compiles for ever, too."""
     good = {"structured_outputs": {"choice": ["fine"]}}

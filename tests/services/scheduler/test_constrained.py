@@ -18,6 +18,7 @@ from services.worker.executor import PlanError, StepOutput
 from shared.codec import int32
 from shared.errors import RequestError
 from shared.grammar import GrammarError
+from shared.sampling import LogitRules
 from shared.wire import Mask
 from tests.services.scheduler.simulation import EOS, OWNER, VOCAB, Simulation
 from tests.services.scheduler.toy_grammar import GRAMMARS, constrained_output, new_grammar, text_of, vocabulary
@@ -108,6 +109,16 @@ def test_where_logprobs_are_told_every_token_is_sampled() -> None:
     plain = one(RUN)
     assert finish(plain) == with_logprobs
     assert plain.outputs == simulation.outputs
+
+
+@pytest.mark.parametrize("rule", [{"min_tokens": 2}, {"allowed_token_ids": list(range(VOCAB))}, {"bad_words": [[1]]}])
+def test_where_a_rule_may_forbid_tokens_every_token_is_sampled(rule: dict[str, Any]) -> None:
+    simulation = one(RUN, rules=LogitRules(**rule))
+    simulation.drain()
+    assert [count for plan in simulation.plans for count in plan.chunk_lens] == [len(PROMPT)]
+    plain = one(RUN, rules=LogitRules(repetition_penalty=1.1))
+    plain.drain()
+    assert [count for plan in plain.plans for count in plan.chunk_lens] == [len(PROMPT), 4]
 
 
 def test_best_of_ranks_outputs_that_all_follow_the_grammar() -> None:
