@@ -82,6 +82,8 @@ class Screen:
             import readline  # noqa: F401  (input() then edits lines and knows earlier ones)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        # As in arguments: what is no text is found where it is sent, and costs only the question that it is in.
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
 
     def lines(self) -> Iterator[str]:
         """What the user types, until the end of input. Ctrl-C only throws away the line."""

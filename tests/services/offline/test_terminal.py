@@ -76,6 +76,23 @@ def test_what_goes_wrong_is_said_and_the_exit_code_tells(server: Server) -> None
     assert ended.returncode == 2 and "--temperature is 9.0, above its maximum of 2" in ended.stderr
 
 
+def test_input_that_is_not_utf8_is_refused_in_one_line(server: Server) -> None:
+    """It costs no other line, wherever it stands."""
+    user = {"role": "user", "content": "hello"}
+    wanted = whole(server, "/v1/chat/completions", messages=[user], max_tokens=6)
+    command = [*QUIRE, "chat", "--url", server.url, *GREEDY]
+    ended = subprocess.run(command, input=b"caf\xe9\n/\xe9\nhello\n", capture_output=True, timeout=60)
+    first, second = ended.stderr.decode().splitlines()
+    assert "error: messages: cannot be sent as JSON: str is not valid UTF-8" in first
+    assert second.endswith("is no command; /help lists them")
+    assert (ended.returncode, ended.stdout.decode()) == (1, wanted + "\n")
+    complete = [*QUIRE, "complete", "--url", server.url]
+    for argv, text in (([], b"caf\xe9\n"), (["-q", b"caf\xe9"], b"")):
+        ended = subprocess.run([*complete, *argv], input=text, capture_output=True, timeout=60)
+        assert (ended.returncode, ended.stdout) == (1, b"")
+        assert ended.stderr.startswith(b"error: prompt: cannot be sent as JSON") and ended.stderr.count(b"\n") == 1
+
+
 class Terminal:
     """A command in a terminal of its own."""
 
