@@ -108,7 +108,7 @@ def main(cpu_seconds: int, memory: int) -> int:
 
 def _compiled(source: str, specials: dict[str, str]) -> ChatTemplate:
     try:
-        return ChatTemplate(source, specials)
+        return ChatTemplate(source, specials, "chat_template")
     except ConfigError as error:
         raise _refusal(str(error)) from error
 

@@ -33,10 +33,11 @@ class ChatTemplate:
     """One compiled template, rendered in a sandbox with what Hugging Face templates may use.
 
     specials: ``bos_token``, ``eos_token`` and so on, as text. knows_tools: it shows the model the tools it may call.
-    takes_parts: it goes through a message's content part by part, so content is a list of them.
+    takes_parts: it goes through a message's content part by part, so content is a list of them. field: of a request,
+    what an endless recursion is blamed on.
     """
 
-    def __init__(self, source: str, specials: Mapping[str, str]) -> None:
+    def __init__(self, source: str, specials: Mapping[str, str], field: str = "messages") -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
@@ -50,7 +51,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
-        self._specials = dict(specials)
+        self._specials, self._field = dict(specials), field
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """The prompt. ``options`` are template variables, among them ``tools`` and ``add_generation_prompt``.
@@ -81,7 +82,8 @@ class ChatTemplate:
         except MemoryError:
             raise
         except RecursionError as error:
-            raise RequestError("the messages are nested too deeply", param="messages") from error
+            message = f"{self._field}: the chat template recurses too deeply"
+            raise RequestError(message, code="chat_template_error", param=self._field) from error
         except Exception as error:  # a template is a foreign program: whatever it raises is about this conversation
             raise RequestError(
                 f"the chat template refuses these messages: {error}", code="chat_template_error", param="messages"

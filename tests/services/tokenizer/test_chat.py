@@ -250,6 +250,16 @@ def test_a_template_from_the_command_line(tmp_path: Path, byte_level: Library) -
 # ---- templates of requests ----
 
 
+def test_endless_recursion_is_blamed_on_whose_template_it_is() -> None:
+    endless = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
+    with pytest.raises(RequestError, match=r"^chat_template: the chat template recurses too deeply") as caught:
+        foreign(endless)
+    assert (caught.value.code, caught.value.param) == ("chat_template_error", "chat_template")
+    with pytest.raises(RequestError, match=r"^messages: the chat template recurses too deeply") as caught:
+        ChatTemplate(endless, {}).render([USER], {})
+    assert (caught.value.code, caught.value.param) == ("chat_template_error", "messages")
+
+
 def foreign(source: str, **variables: Any) -> str:
     templates = ForeignTemplates({"bos_token": "<s>"}, HERMES, ChatSettings(trusts_requests=True))
     return asyncio.run(templates.render(Conversation([USER], variables, ToolUse(TOOLS), source)))
