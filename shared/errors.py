@@ -18,7 +18,8 @@ class WireError(QuireError):
 class RequestError(QuireError):
     """A request that gets an error answer: an HTTP status and the parts of an OpenAI error body.
 
-    ``param`` is the field at fault (dotted path), ``code`` a stable machine-readable word, ``retry_after`` seconds.
+    ``param`` is the field at fault (dotted path), ``code`` a stable machine-readable word (of a 400 ``invalid_value``
+    where there is no better one), ``retry_after`` seconds.
     """
 
     def __init__(
@@ -33,6 +34,6 @@ class RequestError(QuireError):
         super().__init__(message)
         self.message = message
         self.status = status
-        self.code = code
+        self.code = code or ("invalid_value" if status == 400 else None)
         self.param = param
         self.retry_after = retry_after

@@ -77,11 +77,14 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeV
 
 def check_messages(messages: list[Message]) -> None:
     for index, message in enumerate(messages):
-        if message.content is None and message.role != "assistant":
-            raise RequestError(
-                f"messages.{index}.content: required in a message of role {message.role!r}",
-                param=f"messages.{index}.content",
-            )
+        needed = {"content": message.content} if message.role != "assistant" else {}
+        if message.role == "tool":
+            needed["tool_call_id"] = message.tool_call_id
+        for name, value in needed.items():
+            if value is None:
+                param = f"messages.{index}.{name}"
+                text = f"{param}: required in a message of role {message.role!r}"
+                raise RequestError(text, code="missing_required_parameter", param=param)
 
 
 def template_variables(

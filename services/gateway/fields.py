@@ -1,7 +1,7 @@
 """Request fields of OpenAI's and vLLM's APIs that have no effect here.
 
-Some never have one and are taken as they are; the others stand for features this server does not have, and are taken
-only at the value that asks for nothing. So no client is told that a wish was granted when it was not.
+Some never have one and are taken at any value of their type; the others stand for features this server does not have,
+and are taken only at the value that asks for nothing. So no client is told that a wish was granted when it was not.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from shared.errors import RequestError
 # written again on its way, with levels around it.
 MAX_DEPTH = 200
 
-WITHOUT_EFFECT = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
+WITHOUT_EFFECT: dict[str, type] = {
+    "metadata": dict,
+    "prompt_cache_key": str,
+    "prompt_cache_retention": str,
+    "safety_identifier": str,
+    "service_tier": str,
+    "store": bool,
+    "user": str,
+}
+JSON_NAMES = {bool: "boolean", dict: "object", str: "string"}
 
 # Values that ask for nothing, by field; null always does.
 ONLY_AT: dict[str, tuple[Any, ...]] = {
@@ -56,11 +55,15 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
 def drop_without_effect(body: dict[str, Any], known: Container[str]) -> dict[str, Any]:
     """``body`` without the fields of both tables.
 
-    Raises RequestError for one of them that asks for something, and for the first field that is not ``known`` either.
+    Raises RequestError for one of them that asks for something or is of another type, and for the first field that is
+    not ``known`` either.
     """
     kept = {}
     for name, value in body.items():
-        if name in WITHOUT_EFFECT:
+        if (kind := WITHOUT_EFFECT.get(name)) is not None:
+            if value is not None and not isinstance(value, kind):
+                message = f"{name}: should be of type {JSON_NAMES[kind]}, got {shown(value)}"
+                raise RequestError(message, code="invalid_value", param=name)
             continue
         if name in known:
             kept[name] = value

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from services.gateway import replies
-from services.gateway.fields import ONLY_AT, WITHOUT_EFFECT
+from services.gateway.fields import JSON_NAMES, ONLY_AT, WITHOUT_EFFECT
 from services.gateway.messages.schema import CountTokensRequest, MessagesRequest
 from services.gateway.prompt_schemas import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from services.gateway.responses.schema import ResponsesRequest
@@ -158,7 +158,10 @@ def document() -> dict[str, Any]:
 
 def _without_effect() -> dict[str, Any]:
     """Fields that are taken and have no effect, or only at the values that ask for nothing."""
-    effectless = {name: {"description": "Has no effect."} for name in sorted(WITHOUT_EFFECT)}
+    effectless = {
+        name: {"type": [JSON_NAMES[kind], "null"], "description": "Has no effect."}
+        for name, kind in WITHOUT_EFFECT.items()
+    }
     return {**effectless, **{name: {"enum": [*values, None]} for name, values in ONLY_AT.items()}}
 
 

@@ -66,8 +66,11 @@ class ResponseFormat(Model):
             problem = "required with" if self.json_schema is None else "not used with"
             raise RequestError(f"{field}: {problem} type {self.type!r}", code="invalid_value", param=field)
         if self.json_schema is not None:
-            schema = ANY_OBJECT if self.json_schema.schema_ is None else self.json_schema.schema_
-            return _of_schema(schema, "response_format.json_schema.schema")
+            field = "response_format.json_schema.schema"
+            if self.json_schema.schema_ is None:
+                message = f"{field}: this field is required"
+                raise RequestError(message, code="missing_required_parameter", param=field)
+            return _of_schema(self.json_schema.schema_, field)
         return _of_schema(ANY_OBJECT, "response_format") if self.type == "json_object" else None
 
 

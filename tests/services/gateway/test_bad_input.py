@@ -100,6 +100,14 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs.disable_additional_properties",
         "boolean, got 0",
     ),
+    ({"user": 5}, "user", "should be of type string, got 5"),
+    ({"store": "yes"}, "store", "should be of type boolean, got 'yes'"),
+    ({"metadata": [1]}, "metadata", "should be of type object, got [1]"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "required",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format.type", "got 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required with type 'json_schema'"),
     (
@@ -156,6 +164,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "should be a string"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
     ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+    (
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "messages.0.tool_call_id",
+        "required in a message of role 'tool'",
+    ),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "got 'robot'"),
     ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour", "not known"),
     (
@@ -198,7 +211,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "param", "code"} and error["code"]
     return error
 
 
@@ -282,7 +295,10 @@ def test_body_over_the_limit(client: httpx.Client) -> None:
 
 def test_fields_without_effect_are_accepted(pipeline: Pipeline, client: httpx.Client) -> None:
     """Every field of the tables, at every value that asks for nothing; nothing reaches the tokenizer but the prompt."""
-    bodies: list[dict[str, Any]] = [dict.fromkeys(WITHOUT_EFFECT, "anything")]
+    bodies: list[dict[str, Any]] = [
+        {name: kind() for name, kind in WITHOUT_EFFECT.items()},
+        dict.fromkeys(WITHOUT_EFFECT),
+    ]
     bodies += [{name: value} for name, allowed in ONLY_AT.items() for value in (*allowed, None)]
     for extra in bodies:
         posted = Posted(client, "/v1/completions", {**TEXT, **extra})

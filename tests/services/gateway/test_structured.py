@@ -33,10 +33,6 @@ def spec(kind: str, text: Any, param: str) -> GrammarSpec:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
             spec("json", SCHEMA, "response_format.json_schema.schema"),
         ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "description": "y"}}},
-            spec("json", OBJECT, "response_format.json_schema.schema"),
-        ),
         ({"structured_outputs": {"json": SCHEMA}}, spec("json", SCHEMA, "structured_outputs.json")),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, spec("json", SCHEMA, "structured_outputs.json")),
         ({"structured_outputs": {"json": True}}, spec("json", "true", "structured_outputs.json")),
