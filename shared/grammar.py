@@ -29,7 +29,8 @@ class GrammarSpec:
     """A wish about an output.
 
     kind: ``json`` (text is a JSON Schema), ``regex``, ``choice`` (a JSON array of strings) or ``grammar`` (llguidance's
-    form of Lark, or GBNF). param: the request's field that it comes from, for errors.
+    form of Lark, or GBNF); in the tokenizer also ``behind`` (a JSON array: Lark rules with ``@answer`` in them, and the
+    kind and the text of that). param: the request's field that it comes from, for errors.
     """
 
     kind: str

@@ -16,6 +16,7 @@ from services.tokenizer.foreign_template import ForeignTemplates
 from services.tokenizer.grammars import Grammars
 from services.tokenizer.messages import characters
 from services.tokenizer.parsers.output import OutputParser
+from services.tokenizer.reasoning_grammar import behind_reasoning
 from services.tokenizer.stop import StopStrings
 from services.tokenizer.tokenizer import Tokenizer
 from services.tokenizer.tool_grammar import tool_grammar
@@ -149,11 +150,16 @@ class Encoder:
     def _spec(self, message: SubmitText, inside: bool) -> GrammarSpec | None:
         """What the answer to a chat is held to; ``inside``: it begins as reasoning."""
         use, format, beams = message.tools, self._tokenizer.format, message.sampling.use_beam_search
-        if use is None or use.choice == "none":
-            return message.grammar
-        if use.choice == "auto":
-            if message.grammar is not None or beams or not format.tools:
+        demanded = use is not None and use.choice not in ("auto", "none")
+        if message.grammar is not None and not demanded:
+            if not format.reasoning:
                 return message.grammar
+            return behind_reasoning(message.grammar, inside, self._tokenizer.token_to_id)
+        if use is None or use.choice == "none":
+            return None
+        if use.choice == "auto":
+            if beams or not format.tools:
+                return None
             return tool_grammar(use, format, inside, self._tokenizer.token_to_id)
         if message.grammar is not None:
             raise _contradiction(message.grammar.param, "does not go with a tool_choice that demands a call")

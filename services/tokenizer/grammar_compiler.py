@@ -73,6 +73,14 @@ def serialize(kind: str, text: str) -> str:
                 return str(LLMatcher.grammar_from_lark("start: " + " | ".join(options)))
             case "grammar":
                 return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+            case "behind":
+                before, kind, text = json.loads(text)
+                answer = serialize(kind, text)
+                # What is named here: a grammar beside the first, of its own rules and references.
+                second = json.loads(answer)["grammars"][0] if kind == "json" else {"lark_grammar": answer}
+                return json.dumps({"grammars": [{"lark_grammar": before}, {"name": "answer", **second}]})
+    except GrammarError:
+        raise
     except Exception as error:  # GBNF is converted by patterns, and what they stumble over raises anything
         raise GrammarError(str(error)[:300]) from error
     raise GrammarError(f"there is no kind of grammar {kind!r}")

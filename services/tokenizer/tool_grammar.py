@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.tokenizer.grammars import json_rule
-from services.tokenizer.parsers import hermes, mistral, think
+from services.tokenizer.parsers import hermes, mistral
 from services.tokenizer.parsers.output import OutputFormat
+from services.tokenizer.reasoning_grammar import ANYTHING, marker, reasoning_rules
 from shared.grammar import GrammarSpec
 from shared.wire import ToolUse
 
 OBJECT = {"type": "object"}
 MAX_CALLS = 16  # of a demand: a small model that may repeat a call for ever does
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-ANYTHING = "/(?s:.*)/"
 
 
 def tool_grammar(
@@ -55,7 +55,11 @@ class _Grammar:
             return None
         for number, function in enumerate(self._functions):
             self._rules.append(f"arguments_{number}: {json_rule(self._schema(function))}")
-        start = f"start: {self._reasoning(inside)} answer"
+        reasoning = ""
+        if self._format.reasoning:
+            reasoning, rules = reasoning_rules(inside, self._token_to_id)
+            self._rules += rules
+        start = f"start: {reasoning} answer"
         return GrammarSpec("grammar", "\n".join([start, *self._rules, ""]), "tools")
 
     def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
@@ -83,17 +87,6 @@ class _Grammar:
             f"text[suffix={opening}]: {ANYTHING}",
             f"REST: {ANYTHING} & ~/(?s:.*{_quoted(self._opening)}.*)/",
         ]
-
-    def _reasoning(self, inside: bool) -> str:
-        """The rule before the answer, where the model reasons: it may begin to, or it has begun and has to end."""
-        if not self._format.reasoning:
-            return ""
-        close = self._marker(think.CLOSE)
-        if self._is_token(think.CLOSE):
-            self._rules += [f"reasoning: thought {close} /\\n{{0,2}}/", f"thought: {ANYTHING}"]
-        else:
-            self._rules += ["reasoning: thought /\\n{0,2}/", f"thought[suffix={close}]: {ANYTHING}"]
-        return "reasoning" if inside else f"({self._marker(think.OPEN)} reasoning)?"
 
     # ---- calls ----
 
@@ -133,9 +126,7 @@ class _Grammar:
         return self._token_to_id(marker) is not None
 
     def _marker(self, text: str) -> str:
-        """A marker as a piece of a rule."""
-        id = self._token_to_id(text)
-        return json.dumps(text) if id is None else f"<[{id}]>"
+        return marker(text, self._token_to_id)
 
 
 def _quoted(marker: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer as Library
 from services.tokenizer import encoder as module
 from services.tokenizer.encoder import Encoder, Prompt
 from services.tokenizer.grammars import Grammars
+from services.tokenizer.parsers.output import OutputFormat
 from services.tokenizer.tokenizer import Tokenizer
 from shared.codec import int32
 from shared.errors import RequestError
@@ -227,3 +229,30 @@ def test_demands_that_cannot_be_met(chatty: Tokenizer, encoder: Encoder, byte_le
     other = Encoder(unknown, Grammars(NO_FOLDER), 1)
     assert "--tool-call-parser" in refusal(other, submit(messages=user("x"), tools=tools)).message
     other.close()
+
+
+def test_a_grammar_begins_behind_reasoning(
+    chatty: Tokenizer, byte_level: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the answer may begin as reasoning; a completion has none."""
+    compiled: list[GrammarSpec] = []
+
+    async def compile(self: Grammars, spec: GrammarSpec, limits: Welcome) -> str:
+        compiled.append(spec)
+        return "compiled"
+
+    monkeypatch.setattr(Grammars, "compile", compile)
+    wish = GrammarSpec("json", "{}", "response_format")
+    template = chatty.template_for(None)
+    for reasoning in ("", "think", "deepseek_r1"):
+        tokenizer = Tokenizer(byte_level, template=template, format=OutputFormat("hermes", reasoning))
+        encoder = Encoder(tokenizer, Grammars(NO_FOLDER), 1)
+        for tools in (None, ToolUse([{"type": "function", "function": {"name": "f"}}])):
+            assert encode(encoder, submit(messages=user("x"), grammar=wish, tools=tools)).grammar == "compiled"
+        encode(encoder, submit(prompt="x", grammar=wish))
+        encoder.close()
+    kinds = ["json"] * 3 + ["behind", "behind", "json"] * 2
+    assert [spec.kind for spec in compiled] == kinds
+    assert {spec.param for spec in compiled} == {"response_format"}
+    free, begun = (json.loads(compiled[place].text)[0].splitlines()[0] for place in (3, 6))
+    assert free.endswith("reasoning)? @answer") and begun.endswith(" reasoning @answer")

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer as Library
 
 from services.tokenizer.grammar_compiler import serialize
 from services.tokenizer.parsers.output import MARKERS, OutputFormat
+from services.tokenizer.reasoning_grammar import behind_reasoning
 from services.tokenizer.tool_grammar import tool_grammar
-from shared.grammar import load_vocabulary, new_matcher
+from shared.grammar import GrammarSpec, load_vocabulary, new_matcher
 from shared.wire import ToolUse
 from tests.services.tokenizer import toy
 
@@ -61,6 +62,9 @@ class Model:
         """Whether ``text`` is a whole answer."""
         spec = tool_grammar(use, self.format, inside, self.library.token_to_id)
         assert spec is not None and spec.param == "tools"
+        return self.matches(spec, text)
+
+    def matches(self, spec: GrammarSpec, text: str) -> bool:
         matcher = new_matcher(self.vocabulary, serialize(spec.kind, spec.text))
         ids = self.library.encode(text).ids
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
@@ -104,6 +108,30 @@ def test_reasoning_comes_before_the_calls(tmp_path: Path, markers: str) -> None:
     assert model.takes(use, good) and not model.takes(use, "<think>Hm.</think>Sure.")
     assert model.takes(use, f"Hm.</think>{good}", inside=True)
     assert not model.takes(use, good, inside=True)
+
+
+@pytest.mark.parametrize("markers", ["text", "tokens"])
+@pytest.mark.parametrize(
+    ("kind", "text", "good"),
+    [
+        ("json", json.dumps(PARAMETERS), GOOD),
+        ("regex", "[ab]+é", "abé"),
+        ("choice", '["yes", "no"]', "no"),
+        ("grammar", "start: reasoning\nreasoning: /[0-9]+/", "12"),
+        ("grammar", 'root ::= "x" [yz]', "xz"),
+    ],
+)
+def test_reasoning_comes_before_what_any_grammar_holds(
+    tmp_path: Path, markers: str, kind: str, text: str, good: str
+) -> None:
+    model = Model(tmp_path, "hermes", markers)
+    for inside, opening in ((True, ""), (True, "<think>"), (False, "<think>")):
+        spec = behind_reasoning(GrammarSpec(kind, text, "response_format"), inside, model.library.token_to_id)
+        assert spec.param == "response_format"
+        assert model.matches(spec, f'{opening}Hm {{"a": é.\n</think>\n\n{good}')
+        assert model.matches(spec, good) != inside
+        for bad in (f"{opening}Hm.", f"{opening}Hm.</think>", f"{opening}Hm.</think>{good} so", f"Sure. {good}"):
+            assert not model.matches(spec, bad), bad
 
 
 @pytest.mark.parametrize("form", ["hermes", "mistral", "mistral tokens"])
