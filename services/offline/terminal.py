@@ -71,6 +71,7 @@ class Session:
             async for event in events:
                 for choice in event["choices"]:
                     show(choice)
+                await asyncio.sleep(0)  # events that came at once have no other place where an interrupt is seen
 
 
 class Screen:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from services.tokenizer.detokenizer import REPLACEMENT, Pieces
+from services.tokenizer.detokenizer import REPLACEMENT, Pieces, bytes_of
 from services.tokenizer.request import OutputSequence
 from services.tokenizer.stop import StopStrings
 from services.tokenizer.tokenizer import Tokenizer
@@ -75,11 +75,7 @@ texts = st.lists(
 
 
 def raw_pieces(pieces: Pieces, ids: list[int]) -> list[bytes]:
-    found = []
-    for id in ids:
-        piece = pieces.get(id, True)
-        found.append(b"" if piece is None else bytes((piece,)) if isinstance(piece, int) else piece)
-    return found
+    return [bytes_of(pieces.get(id, True)) for id in ids]
 
 
 @st.composite

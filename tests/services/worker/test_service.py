@@ -156,7 +156,7 @@ def test_plans_of_other_epochs_are_dropped(scheduler: FakeScheduler) -> None:
 def test_a_wrong_plan_is_a_result_with_error(scheduler: FakeScheduler) -> None:
     scheduler.welcome()
     result = scheduler.step(decode_plan(3, full=True), 1)
-    assert result.error == "PlanError: the plan counts 3 decoding rows, there are 0"
+    assert result.error == "PlanError: the plan counts 3 decoding rows; there are 0"
 
 
 def test_garbage_is_answered_and_hello_repeated_when_asked(scheduler: FakeScheduler) -> None:
