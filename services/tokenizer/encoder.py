@@ -19,7 +19,7 @@ from services.tokenizer.parsers.output import OutputParser
 from services.tokenizer.reasoning_grammar import behind_reasoning
 from services.tokenizer.stop import StopStrings
 from services.tokenizer.tokenizer import Tokenizer
-from services.tokenizer.tool_grammar import tool_grammar
+from services.tokenizer.tool_grammar import parameter_specs, tool_grammar
 from shared.codec import Int32, int32
 from shared.errors import RequestError
 from shared.grammar import GrammarSpec
@@ -35,7 +35,8 @@ class Prompt:
 
     bad_words: token sequences, one or two for each word. text: of the prompt, for a request with echo. parser: makes
     the parser of each answer, which needs to see the special tokens ``shown``; None: answers are all content. spec: the
-    grammar that the output is held to; grammar: as in SubmitTokens.
+    grammar that the output is held to; parts: of it, to be checked before it, as each has a field of its own; grammar:
+    as in SubmitTokens.
     """
 
     ids: Int32
@@ -46,6 +47,7 @@ class Prompt:
     parser: Callable[[], OutputParser] | None = None
     shown: frozenset[int] = frozenset()
     spec: GrammarSpec | None = None
+    parts: Sequence[GrammarSpec] = ()
     grammar: str = ""
 
 
@@ -75,6 +77,8 @@ class Encoder:
         prompt = await self._run(self._prompt, message, chat, await self._rendered_elsewhere(chat), limits)
         if prompt.spec is None:
             return prompt
+        for part in prompt.parts:
+            await self._grammars.compile(part, limits)
         return replace(prompt, grammar=await self._grammars.compile(prompt.spec, limits))
 
     async def render(self, message: SubmitText, limits: Welcome) -> dict[str, Any]:
@@ -114,13 +118,13 @@ class Encoder:
         _check_vocabulary(message.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
         if "" in message.stop:
             raise RequestError("stop contains an empty string", param="stop")
-        parser, spec = None, message.grammar
+        parser, spec, parts = None, message.grammar, list[GrammarSpec]()
         if chat is not None:
             rendered = rendered or self._render(chat, limits, wanted)
             ids = self._encode(rendered, message.add_special_tokens, limits, wanted, param)
             inside = self._tokenizer.format.inside(rendered, continued(chat))
             parser = self._tokenizer.format.parser(message.tools, inside)
-            spec = self._spec(message, inside)
+            spec, parts = self._spec(message, inside)
         elif message.prompt is not None:
             ids = self._encode(message.prompt, message.add_special_tokens, limits, wanted, param)
             if not len(ids) and self._tokenizer.bos_id is not None:
@@ -145,29 +149,28 @@ class Encoder:
             parser,
             self._tokenizer.format.markers if parser is not None else frozenset(),
             spec,
+            parts,
         )
 
-    def _spec(self, message: SubmitText, inside: bool) -> GrammarSpec | None:
-        """What the answer to a chat is held to; ``inside``: it begins as reasoning."""
+    def _spec(self, message: SubmitText, inside: bool) -> tuple[GrammarSpec | None, list[GrammarSpec]]:
+        """What the answer to a chat is held to, and parts of it; ``inside``: it begins as reasoning."""
         use, format, beams = message.tools, self._tokenizer.format, message.sampling.use_beam_search
         demanded = use is not None and use.choice not in ("auto", "none")
-        if message.grammar is not None and not demanded:
-            if not format.reasoning:
-                return message.grammar
-            return behind_reasoning(message.grammar, inside, self._tokenizer.token_to_id)
-        if use is None or use.choice == "none":
-            return None
-        if use.choice == "auto":
-            if beams or not format.tools:
-                return None
-            return tool_grammar(use, format, inside, self._tokenizer.token_to_id)
         if message.grammar is not None:
-            raise _contradiction(message.grammar.param, "does not go with a tool_choice that demands a call")
-        if beams:
+            if demanded:
+                raise _contradiction(message.grammar.param, "does not go with a tool_choice that demands a call")
+            if not format.reasoning:
+                return message.grammar, []
+            return behind_reasoning(message.grammar, inside, self._tokenizer.token_to_id), [message.grammar]
+        if use is None or use.choice == "none":
+            return None, []
+        if demanded and beams:
             raise _contradiction("tool_choice", "a call cannot be demanded of a beam search")
-        if not format.tools:
+        if demanded and not format.tools:
             raise _contradiction("tool_choice", "how this model writes calls is not known (see --tool-call-parser)")
-        return tool_grammar(use, format, inside, self._tokenizer.token_to_id)
+        if beams or not format.tools:
+            return None, []
+        return tool_grammar(use, format, inside, self._tokenizer.token_to_id), parameter_specs(use)
 
     def _bad_words(self, words: list[str], vocab_size: int) -> list[list[int]]:
         """Each word as it is spelled, and after a space, where it is other tokens."""

@@ -16,10 +16,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
 
 from shared.codec import pack, unpack
 from shared.grammar import GrammarError, load_vocabulary, new_matcher, reason_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 CPU_SECONDS = 1.5
 """Of processor time, for one grammar; most take milliseconds."""
@@ -27,6 +32,8 @@ OVERTIME = signal.SIGPROF
 """What the kernel ends the process with when a grammar has used them up."""
 MEMORY = 4 << 30
 """Of address space, most of which is never touched."""
+WALK = 8
+"""Tokens, and all that is forced between them, for which a new grammar is followed."""
 WHITESPACE = r" |\n[ \t]{0,32}"
 """Between the tokens of a JSON text: a small model that may write blanks for ever does."""
 
@@ -47,13 +54,28 @@ def main(argv: Sequence[str]) -> int:
         try:
             grammar = serialize(kind, text)
             matcher = new_matcher(vocabulary, grammar)
-            matcher.consume_tokens(matcher.compute_ff_tokens())
-            matcher.compute_bitmask()  # the first mask is the dearest, and shows whether there is any way to go on
+            _walk(matcher, set(map(int, eos_ids)))
             answer = ["", reason_of(matcher)] if matcher.is_error() else [grammar, ""]
         except GrammarError as error:
             answer = ["", str(error) or "it is no grammar"]
         _write(sys.stdout.buffer, answer)
     return 0
+
+
+def _walk(matcher: LLMatcher, eos_ids: set[int]) -> None:
+    """Follows some output for a few tokens, into an error where there is one.
+
+    The first mask is the dearest, and shows whether there is any way to go on. What lies beyond the limits may be a few
+    tokens behind: a row for each of an object's many optional properties stands behind its brace.
+    """
+    for _ in range(WALK):
+        matcher.consume_tokens(matcher.compute_ff_tokens())
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        going_on = (token for token in np.flatnonzero(allowed).tolist() if token not in eos_ids)
+        if (token := next(going_on, None)) is None or not matcher.consume_token(token):
+            return
 
 
 def serialize(kind: str, text: str) -> str:

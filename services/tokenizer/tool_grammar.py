@@ -33,6 +33,22 @@ def tool_grammar(
     return _Grammar(use, format, token_to_id).spec(inside)
 
 
+def parameter_specs(use: ToolUse) -> list[GrammarSpec]:
+    """The schemas of the functions that ``use`` holds calls to, each by itself, to tell what is wrong with one."""
+    return [
+        GrammarSpec("json", json.dumps(_schema(use, tool["function"])), f"tools.{number}.function.parameters")
+        for number, tool in enumerate(use.tools)
+        if use.choice != "function" or tool["function"]["name"] == use.function
+    ]
+
+
+def _schema(use: ToolUse, function: dict[str, Any]) -> dict[str, Any]:
+    if use.choice == "auto" and not function.get("strict"):
+        return OBJECT
+    schema: dict[str, Any] = function.get("parameters") or NO_PARAMETERS
+    return {**OBJECT, **schema}
+
+
 class _Grammar:
     def __init__(self, use: ToolUse, format: OutputFormat, token_to_id: Callable[[str], int | None]) -> None:
         self._use, self._format, self._token_to_id = use, format, token_to_id
@@ -54,19 +70,13 @@ class _Grammar:
         else:
             return None
         for number, function in enumerate(self._functions):
-            self._rules.append(f"arguments_{number}: {json_rule(self._schema(function))}")
+            self._rules.append(f"arguments_{number}: {json_rule(_schema(self._use, function))}")
         reasoning = ""
         if self._format.reasoning:
             reasoning, rules = reasoning_rules(inside, self._token_to_id)
             self._rules += rules
         start = f"start: {reasoning} answer"
         return GrammarSpec("grammar", "\n".join([start, *self._rules, ""]), "tools")
-
-    def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
-        if self._use.choice == "auto" and not function.get("strict"):
-            return OBJECT
-        schema: dict[str, Any] = function.get("parameters") or NO_PARAMETERS
-        return {**OBJECT, **schema}
 
     # ---- the whole answer ----
 

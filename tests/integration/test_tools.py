@@ -92,7 +92,7 @@ def test_a_schema_that_cannot_be_is_refused(client: openai.OpenAI, server: Serve
     broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": 5}}}
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, server, tools=[broken], tool_choice="required")
-    assert caught.value.param == "tools"
+    assert caught.value.param == "tools.0.function.parameters"
     assert ask(client, server, tool_choice=NAMED).choices[0].message.tool_calls
 
 
@@ -110,3 +110,11 @@ def test_a_template_with_the_request(client: openai.OpenAI, server: Server) -> N
         hostile = {**body, "chat_template": f"{loop}{loop}{{% endfor %}}{{% endfor %}}"}
         refused = http.post("/v1/chat/completions", json=hostile)
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "chat_template_error"
+
+
+def test_a_bad_schema_is_named(client: openai.OpenAI, server: Server) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "strin"}}}
+    bad = {"type": "function", "function": {"name": "bad", "parameters": parameters}}
+    with pytest.raises(openai.BadRequestError, match="strin") as caught:
+        ask(client, server, tools=[*TOOLS, bad], tool_choice="required", stream=True)
+    assert caught.value.param == "tools.2.function.parameters"

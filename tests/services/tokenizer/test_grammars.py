@@ -21,6 +21,9 @@ from shared.wire import Welcome
 LIMITS = Welcome(1, 0, 16, 100, 2048, 49_152, [2], "digest")
 DEAR = json.dumps({"type": "integer", "multipleOf": 999_983})  # an automaton with a state for each remainder
 
+# All optional: more than a row may hold.
+OBJECT = {"type": "object", "properties": {f"property_{number}": {"type": "integer"} for number in range(300)}}
+
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
@@ -93,6 +96,8 @@ def test_a_bad_grammar_is_refused_and_the_next_good_one_is_not(runner: asyncio.R
         ("json", '{"type":"array","items":' * 200 + "{}" + "}" * 200, "recursion limit"),
         ("json", "{", "Expecting property name"),
         ("json", "[1]", "must be an object"),
+        ("json", json.dumps(OBJECT), "Current row has"),
+        ("json", json.dumps({"properties": {"a": OBJECT}, "required": ["a"], "type": "object"}), "Current row has"),
         ("regex", "(a", "unclosed group"),
         ("regex", "(?=a)b", "look-ahead"),
         ("grammar", "start: foo", 'unknown name: "foo"'),

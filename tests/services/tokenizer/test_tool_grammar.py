@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 from services.tokenizer.grammar_compiler import serialize
 from services.tokenizer.parsers.output import MARKERS, OutputFormat
 from services.tokenizer.reasoning_grammar import behind_reasoning
-from services.tokenizer.tool_grammar import tool_grammar
+from services.tokenizer.tool_grammar import parameter_specs, tool_grammar
 from shared.grammar import GrammarSpec, load_vocabulary, new_matcher
 from shared.wire import ToolUse
 from tests.services.tokenizer import toy
@@ -150,6 +150,15 @@ def test_no_grammar_where_nothing_is_strict(tmp_path: Path) -> None:
     strict = [{"type": "function", "function": {"name": "f", "strict": True}}]
     for name, tools in (("hermes", TOOLS), ("llama3_json", strict)):
         assert tool_grammar(ToolUse(tools), OutputFormat(name), False, lambda token: None) is None
+
+
+def test_each_schema_is_checked_by_itself() -> None:
+    def names(use: ToolUse) -> list[tuple[str, Any]]:
+        return [(spec.param, json.loads(spec.text).get("properties")) for spec in parameter_specs(use)]
+
+    weather = ("tools.0.function.parameters", PARAMETERS["properties"])
+    assert names(ToolUse(TOOLS, "required")) == [weather, ("tools.1.function.parameters", {})]
+    assert names(ToolUse(TOOLS, "function", "now")) == [("tools.1.function.parameters", {})]
 
 
 def test_a_schema_that_is_none_is_the_tools_fault() -> None:
