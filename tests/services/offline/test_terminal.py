@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import termios
 import time
@@ -93,6 +94,12 @@ def test_input_that_is_not_utf8_is_refused_in_one_line(server: Server) -> None:
         assert ended.stderr.startswith(b"error: prompt: cannot be sent as JSON") and ended.stderr.count(b"\n") == 1
 
 
+def _take_terminal() -> None:
+    """Keys make signals, also where the tests run in the background and ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """A command in a terminal of its own."""
 
@@ -106,7 +113,7 @@ class Terminal:
             stderr=theirs,
             env={**os.environ, "TERM": "dumb"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that its keys make signals
+            preexec_fn=_take_terminal,
         )
         os.close(theirs)
 
