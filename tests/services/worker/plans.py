@@ -40,6 +40,23 @@ def plan(**changes: Any) -> Plan:
     return Plan(**values)
 
 
+def two_prompts(prompts: Sequence[list[int]], rows: list[NewRow], **changes: Any) -> Plan:
+    """A full plan of two prompts, each at most a block long, whole and sampling, in slots 0 and 1."""
+    return plan(
+        full=True,
+        new_rows=rows,
+        table_slots=[0, 1],
+        table_lens=[1, 1],
+        table_blocks=[4, 5],
+        chunk_slots=[0, 1],
+        chunk_starts=[0, 0],
+        chunk_lens=[len(prompt) for prompt in prompts],
+        chunk_samples=[[0], [1]],
+        tokens=[id for prompt in prompts for id in prompt],
+        **changes,
+    )
+
+
 def new_row(slot: int, params: SamplingParams = GREEDY, length: int = 0) -> NewRow:
     return NewRow(slot, 0, length, params.temperature, params.top_p, params.top_k, params.min_p, seed=params.seed)
 

@@ -18,7 +18,7 @@ from shared.codec import int32
 from shared.sampling import LogitRules, SamplingParams
 from shared.wire import Mask, RowRules
 from tests.services.worker import random_models
-from tests.services.worker.plans import new_row, plan
+from tests.services.worker.plans import new_row, plan, two_prompts
 
 VOCAB = 70  # not a multiple of 32
 
@@ -70,21 +70,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelExecutor
 
 
 def step(rows: list[Any], **changes: Any) -> Any:
-    """Two prompts, in slots 0 and 1."""
-    prompts = random_models.prompts(9, 12)
-    return plan(
-        full=True,
-        new_rows=rows,
-        table_slots=[0, 1],
-        table_lens=[1, 1],
-        table_blocks=[4, 5],
-        chunk_slots=[0, 1],
-        chunk_starts=[0, 0],
-        chunk_lens=[9, 12],
-        chunk_samples=[[0], [1]],
-        tokens=[*prompts[0], *prompts[1]],
-        **changes,
-    )
+    return two_prompts(random_models.prompts(9, 12), rows, **changes)
 
 
 def masked_row(slot: int, **fields: Any) -> Any:

@@ -16,7 +16,7 @@ from shared.errors import ConfigError
 from shared.models import locate
 from shared.sampling import SamplingParams
 from tests.services.worker import random_models
-from tests.services.worker.plans import GREEDY, Driver, new_row, plan
+from tests.services.worker.plans import GREEDY, Driver, new_row, plan, two_prompts
 
 
 @pytest.fixture(scope="module")
@@ -247,18 +247,7 @@ def test_logprobs_are_those_of_the_models_own_distribution(executor: ModelExecut
     try:
         params = SamplingParams(temperature=1.3, seed=5)
         output = executor.execute(
-            plan(
-                full=True,
-                new_rows=[new_row(0), dataclasses.replace(new_row(1, params), logprobs=3)],
-                table_slots=[0, 1],
-                table_lens=[1, 1],
-                table_blocks=[4, 5],
-                chunk_slots=[0, 1],
-                chunk_starts=[0, 0],
-                chunk_lens=[9, 12],
-                chunk_samples=[[0], [1]],
-                tokens=[*prompts[0], *prompts[1]],
-            )
+            two_prompts(prompts, [new_row(0), dataclasses.replace(new_row(1, params), logprobs=3)])
         )
     finally:
         executor._decoder.step = original  # type: ignore[method-assign]
