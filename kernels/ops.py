@@ -140,6 +140,7 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
             native.decoder,
             edited_sample=native.sample,
             quantized_linear=native.quantized_linear,
+            pin_threads=native.pin_threads,
         )
     except UnavailableError as error:
         if backend == "cpu":
@@ -160,6 +161,7 @@ class Kernels:
         check_kv: Callable[[int, int], None] = lambda block_size, head_dim: None,
         edited_sample: Callable[..., torch.Tensor] | None = None,
         quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None, torch.dtype], Linear] | None = None,
+        pin_threads: Callable[[Sequence[Sequence[int]]], None] = lambda cpus: None,
     ) -> None:
         """quantized_linear: None where weights are dequantised instead."""
         self.name = name
@@ -167,6 +169,9 @@ class Kernels:
         """Raises UnavailableError when the attention kernels do not take KV of this block size and head size."""
         self.decoder = decoder
         """The whole forward pass of a decoder in one call, None where there is no such thing."""
+        self.pin_threads = pin_threads
+        """Keeps the caller's i-th thread for computing, the caller itself being the first, to the CPUs ``cpus[i]``.
+        Raises OSError where the system does not allow it."""
         self._edited_sample = edited_sample
         self._backend = backend
         self._linear = linear

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from functools import partial
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,13 @@ class CpuKernels:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._pages = Pages()
+
+    def pin_threads(self, cpus: Sequence[Sequence[int]]) -> None:
+        bounds = torch.tensor([0, *accumulate(map(len, cpus))], dtype=torch.int32)
+        flat = torch.tensor(list(chain(*cpus)), dtype=torch.int32)
+        refused = self._library.pin_threads(len(cpus), bounds.data_ptr(), flat.data_ptr())
+        if refused:
+            raise OSError(f"the system keeps {refused} of {len(cpus)} threads from their CPUs")
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if not _stores(kv, k.dtype):

@@ -133,6 +133,7 @@ def sequences(block_table: torch.Tensor, seq_lens: torch.Tensor) -> Sequences:
 
 
 _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
+    "quire_pin_threads": (c_int32, [c_int32, c_void_p, c_void_p]),
     "quire_store_kv": (None, [POINTER(Cache), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]),
     "quire_copy_blocks": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
     "quire_paged_decode": (

@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     assert isinstance(executor, ModelExecutor)
     if longest > executor.memory.max_model_len:
         raise ConfigError(f"{longest} tokens are more than the model's limit of {executor.memory.max_model_len}")
+    executor.begin()
     for line in account(executor, batches, prompts, bench.context, bench.steps):
         print(line, flush=True)
     return 0

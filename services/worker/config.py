@@ -44,7 +44,9 @@ class WorkerConfig:
         "auto", "sampling defaults: 'auto' the model's generation_config.json, 'vllm' neutral ones, or a file or folder"
     )
     override_generation_config: str = option("", 'JSON that replaces some of them, such as {"temperature": 0.6}')
-    threads: int = option(0, "compute threads; 0: the cgroup's quota and affinity", minimum=0, maximum=1024)
+    threads: int = option(
+        0, "compute threads; 0: a core each, as far as affinity and the cgroup's quota go", minimum=0, maximum=1024
+    )
     download_dir: str = option("", "where models are kept; default: the user's cache")
     null_step_ms: float = option(0.0, "time a step of the null worker takes", minimum=0)
     cluster_key_file: str = options.cluster_key_file()

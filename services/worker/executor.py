@@ -68,6 +68,10 @@ class Executor(Protocol):
         """What this rank offers; constant after construction."""
         ...
 
+    def begin(self) -> None:
+        """Called once, by the thread that will launch, before the first step."""
+        ...
+
     def launch(self, plan: Plan, mask: MaskSource) -> Launched:
         """Begins the step of a plan; the one before need not have ended.
 

@@ -83,12 +83,32 @@ class Cgroup:
         return list(dict.fromkeys(found))
 
 
+def cores(topology: Path = Path("/sys/devices/system/cpu")) -> list[list[int]]:
+    """The CPUs that the affinity mask leaves, by the core whose hardware threads they are."""
+    found: dict[str, list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = _lines(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+        found.setdefault(siblings[0] if siblings else f"only {cpu}", []).append(cpu)
+    return list(found.values())
+
+
 def compute_threads(wanted: int, cgroup: Cgroup) -> int:
-    """Threads for computing: as asked, else what the affinity mask and the cgroup's quota leave."""
+    """Threads for computing: as asked, else a core each, as far as the affinity mask and the cgroup's quota go."""
     if wanted:
         return wanted
     cpus = cgroup.cpus()
-    return max(1, min(len(os.sched_getaffinity(0)), int(cpus) if cpus else 1 << 20))
+    return max(1, min(len(cores()), int(cpus) if cpus else 1 << 20))
+
+
+def places(threads: int) -> list[list[int]] | None:
+    """The CPUs that each thread for computing is kept to; None: the system places them.
+
+    Where they take every core, one that was moved to another's, because a process of the server had its own for a
+    moment, stays there for a whole step, which takes twice its time. Where they leave cores free, the system has better
+    places for them than the ones we would name, which other programs may use.
+    """
+    found = cores()
+    return found if threads == len(found) > 1 else None
 
 
 def free_host_memory(cgroup: Cgroup, meminfo: Path = Path("/proc/meminfo")) -> int:

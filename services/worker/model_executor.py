@@ -44,6 +44,7 @@ class ModelExecutor:
         where = machine.pick_device(config.device)
         self._dtype = machine.pick_dtype(config.dtype, where)
         kernels = _kernels(where, config)
+        self._kernels = kernels
         self.device = _device(where, config, cgroup)
         if config.quantization != "none" and where.type != "cpu":
             raise ConfigError(f"--quantization {config.quantization} is for CPUs, not {where}")
@@ -118,6 +119,15 @@ class ModelExecutor:
     @property
     def decoder(self) -> Decoder:
         return self._decoder
+
+    def begin(self) -> None:
+        places = machine.places(torch.get_num_threads())
+        if self.device.where.type != "cpu" or places is None:
+            return
+        try:
+            self._kernels.pin_threads(places)
+        except OSError as error:
+            log.warning("threads stay where the system puts them: %s", error)
 
     def launch(self, plan: Plan, mask: MaskSource = no_mask) -> RunningStep:
         return self._runner.launch(plan, mask)

@@ -124,6 +124,9 @@ class NullExecutor:
             step_seconds=config.null_step_ms / 1000,
         )
 
+    def begin(self) -> None:
+        pass
+
     def launch(self, plan: Plan, mask: MaskSource = no_mask) -> Finished:
         return Finished(self.execute(plan, mask))
 

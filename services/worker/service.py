@@ -109,6 +109,7 @@ class WorkerService:
         started = due = time.monotonic()
         remind = started + REMIND_EVERY
         self._pulse.start()
+        self._executor.begin()
         try:
             while self._ended is None:
                 poller.poll(max(0, int((due - time.monotonic()) * 1000) + 1))

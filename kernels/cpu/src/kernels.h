@@ -31,6 +31,10 @@ struct QuireScores {
   int32_t window;
 };
 
+/// Lets thread i of a team of `threads` run on CPUs cpus[bounds[i]] to cpus[bounds[i + 1] - 1] alone, in this and every
+/// later call of the same caller. Returns how many threads the system did not let.
+QUIRE_API int32_t quire_pin_threads(int32_t threads, const int32_t* bounds, const int32_t* cpus);
+
 /// Writes keys and values k, v [tokens, kv_heads, head_dim] to their slots; slot -1 is skipped.
 QUIRE_API void quire_store_kv(const QuireCache* cache, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
                     const int64_t* slots, int64_t tokens);

@@ -49,6 +49,9 @@ class SlowDevice:
         self.launched = threading.Semaphore(0)
         self.fails: Exception | None = None
 
+    def begin(self) -> None:
+        pass
+
     def launch(self, plan: Plan, mask: MaskSource) -> SlowStep:
         if plan.decodes:
             raise ValueError("it cannot begin")

@@ -127,3 +127,25 @@ def test_kv_budget(tmp_path: Path) -> None:
     assert machine.kv_budget(share, 0, group) == GIB // 2
     assert machine.kv_budget(share, GIB - 1000, group) == 1000
     assert machine.kv_budget(WorkerConfig(kv_cache_memory_bytes=12345), GIB, group) == 12345
+
+
+def topology(root: Path, siblings: dict[int, str]) -> Path:
+    return tree(root, {f"cpu{cpu}/topology/thread_siblings_list": f"{text}\n" for cpu, text in siblings.items()})
+
+
+def test_a_thread_a_core_and_none_for_a_core_s_second_hardware_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5, 7})
+    folder = topology(tmp_path, {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5", 6: "2,6"})  # of CPU 7 nothing is known
+    assert machine.cores(folder) == [[0, 4], [1, 5], [7]]
+
+
+def test_threads_are_kept_to_cores_only_where_they_take_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: [[0, 2], [1, 3]])
+    assert machine.places(2) == [[0, 2], [1, 3]]
+    assert machine.places(1) is None
+    assert machine.places(3) is None
+    monkeypatch.setattr(machine, "cores", lambda: [[3]])
+    assert machine.places(1) is None
+    assert machine.compute_threads(0, Cgroup(Path("/nowhere"), Path("/nowhere"))) == 1
