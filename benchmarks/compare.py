@@ -141,6 +141,7 @@ class Comparison:
             requests = [replace(one, max_tokens=min(one.max_tokens, WARM_UP_OUTPUT), at=0.0) for one in few]
         if engine.requests:
             requests = requests[: engine.requests]
+        await processes.rest(self._options.rest)
         if engine.run:
             return await self._round_in_process(engine, load, index, requests, concurrency, logs)
         async with self._endpoint(engine, logs) as endpoint:
@@ -325,6 +326,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompts", choices=("ids", "words"), default="ids", help="'words' for endpoints that take text only")
     add("--vocab", type=int, nargs=2, default=[100, 40_000], metavar=("LOW", "HIGH"), help="range of the prompts' ids")
     add("--timeout", type=float, default=600.0, help="seconds one answer may take")
+    add("--rest", type=float, default=10.0, help="seconds a round waits at most until other processes use little CPU")
     add("--seed", type=int, default=7)
     add("--json", type=Path, help="where the results go; default: benchmarks/results/compare-TIME.json")
     options = parser.parse_args(argv)

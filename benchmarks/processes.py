@@ -12,6 +12,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 TICKS = os.sysconf("SC_CLK_TCK")
+RESTING = 0.03
 MEMORY = {"RssAnon": "anon", "RssFile": "file", "RssShmem": "shmem"}
 
 
@@ -83,6 +84,18 @@ class Meter:
         ours = sum(self.used().values()) + time.process_time() - self._own
         most = (time.perf_counter() - self._time) * (os.cpu_count() or 1)
         return max(0.0, machine_cpu() - self._machine - ours) / most
+
+
+async def rest(most: float) -> bool:
+    """Waits until all processes but this one use less than RESTING of the machine, ``most`` seconds at most; whether
+    they do. An engine's threads may spin for a while after its last answer, on cores that another one then lacks."""
+    deadline = time.perf_counter() + most
+    while time.perf_counter() < deadline:
+        meter = Meter([])
+        await asyncio.sleep(min(0.5, most))
+        if meter.others_share() < RESTING:
+            return True
+    return False
 
 
 @dataclass

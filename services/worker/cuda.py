@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from kernels.decoder import Batch
+from kernels.ops import Kernels
 from services.worker import machine
 from services.worker.config import WorkerConfig
 from services.worker.device import Array, Mark
@@ -123,6 +124,12 @@ class Cuda:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         return memory
+
+    def reach(self, block: int) -> None:
+        pass
+
+    def begin(self, kernels: Kernels, kv: Sequence[torch.Tensor]) -> None:
+        pass
 
     def check_room(self, kv_bytes: int, swap_bytes: int) -> None:
         if swap_bytes > (free := machine.free_host_memory(self._cgroup)):

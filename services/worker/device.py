@@ -6,6 +6,7 @@ what comes from it is under way until a ``Mark`` that was made later has passed.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,16 @@ import numpy as np
 import torch
 
 from kernels.cpu import pages
+from kernels.ops import Kernels
 from services.worker import machine
 from services.worker.config import WorkerConfig
+from services.worker.kv_pages import KvPages
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from services.worker.trial import Trial
+
+log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
@@ -80,9 +85,17 @@ class Device(Protocol):
         """Raises ConfigError when the host's memory does not hold what of KV and swap space would be in it."""
         ...
 
+    def reach(self, block: int) -> None:
+        """KV block ``block`` is used from now on."""
+        ...
+
     def prepare(self, trial: Trial, kv: list[torch.Tensor], late_compile: Callable[[], None]) -> None:
         """Compiles and captures all that the trial's decoder runs over ``kv`` when it serves. late_compile is called
         whenever something is compiled after that."""
+        ...
+
+    def begin(self, kernels: Kernels, kv: Sequence[torch.Tensor]) -> None:
+        """Called once, by the thread that will launch, before the first step."""
         ...
 
 
@@ -106,6 +119,7 @@ class Cpu:
     def __init__(self, cgroup: machine.Cgroup) -> None:
         self.where = torch.device("cpu")
         self._cgroup = cgroup
+        self._pages: KvPages | None = None
 
     def upload(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
@@ -141,5 +155,19 @@ class Cpu:
                 f"the KV blocks asked for take {kv_bytes + swap_bytes} bytes, but {free} bytes of memory are free"
             )
 
+    def reach(self, block: int) -> None:
+        if self._pages:
+            self._pages.reach(block)
+
     def prepare(self, trial: Trial, kv: list[torch.Tensor], late_compile: Callable[[], None]) -> None:
         pass
+
+    def begin(self, kernels: Kernels, kv: Sequence[torch.Tensor]) -> None:
+        self._pages = KvPages(kv)  # its thread is not to be kept to the place of this one
+        places = machine.places(torch.get_num_threads())
+        if places is None:
+            return
+        try:
+            kernels.pin_threads(places)
+        except OSError as error:
+            log.warning("threads stay where the system puts them: %s", error)

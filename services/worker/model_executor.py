@@ -121,13 +121,7 @@ class ModelExecutor:
         return self._decoder
 
     def begin(self) -> None:
-        places = machine.places(torch.get_num_threads())
-        if self.device.where.type != "cpu" or places is None:
-            return
-        try:
-            self._kernels.pin_threads(places)
-        except OSError as error:
-            log.warning("threads stay where the system puts them: %s", error)
+        self.device.begin(self._kernels, self._runner.kv)
 
     def launch(self, plan: Plan, mask: MaskSource = no_mask) -> RunningStep:
         return self._runner.launch(plan, mask)

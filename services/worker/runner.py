@@ -74,6 +74,8 @@ class Runner:
         device = self._device
         begin = device.mark()
         step = self._rows.apply(plan)
+        new_blocks = max(plan.table_blocks.max(initial=0), plan.append_blocks.max(initial=0))
+        device.reach(int(new_blocks))
         self._sampler.change(plan)
         spans = self._move(plan)
         if not len(step.positions):

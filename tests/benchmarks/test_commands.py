@@ -50,7 +50,7 @@ def test_compare(tmp_path: Path) -> None:
     target = tmp_path / "results.json"
     null = f"--worker null --served-model-name {tmp_path}"
     quire = ("--quire", f"fast={null}", "--quire", f"slow={null} --null-step-ms 20")
-    sizes = ("--rounds", "2", "--requests", "6", "--output", "8", "--input", "16")
+    sizes = ("--rest", "0", "--rounds", "2", "--requests", "6", "--output", "8", "--input", "16")
     ended = run("benchmarks.compare", *quire, "--load", "fixed:3", *sizes, "--peers", str(peers), "--json", str(target))
     assert ended.returncode == 0, ended.stderr
     assert servers(tmp_path) == []
@@ -101,7 +101,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
     peers, target = tmp_path / "peers.toml", tmp_path / "results.json"
     peers.write_text(f'[other]\nrun = "{sys.executable} {tmp_path}/fails.py {{file}} 1"\n')
     load = ("--quire", "null=--worker null", "--load", "fixed:1", "--requests", "2", "--output", "4", "--rounds", "1")
-    ended = run("benchmarks.compare", *load, "--peers", str(peers), "--json", str(target))
+    ended = run("benchmarks.compare", "--rest", "0", *load, "--peers", str(peers), "--json", str(target))
     assert ended.returncode == 2
     assert "other ended with code 3" in ended.stderr
     assert [one["engine"] for one in json.loads(target.read_text())["rounds"]] == ["null"]
