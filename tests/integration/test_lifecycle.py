@@ -58,6 +58,7 @@ class OpenStream:
 
 @pytest.mark.parametrize("role", ["worker", "scheduler", "tokenizer"])
 def test_death_of_a_child_ends_open_streams_with_its_name(tmp_path: Path, role: str) -> None:
+    """vLLM 39863, 16259, 48966: clients waited on, and the server ended as if all were well."""
     with serve(tmp_path, *SLOW) as server:
         stream = OpenStream(server)
         stream.wait_for_events(3)
@@ -89,6 +90,7 @@ def test_death_of_the_launcher_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["scheduler", "worker", "tokenizer"])
 def test_a_hung_process_counts_as_dead(tmp_path: Path, role: str) -> None:
+    """vLLM 46611: who waited for a worker that had stalled waited for ever, and nobody was named."""
     with serve(tmp_path, *SLOW) as server:
         stream = OpenStream(server)
         stream.wait_for_events(3)
@@ -115,6 +117,7 @@ def test_interrupt_ends_streams_and_the_server_in_five_seconds(tmp_path: Path) -
 
 
 def test_terminate_lets_open_streams_finish(tmp_path: Path) -> None:
+    """vLLM 24885, kserve PR 5496: streams were cut."""
     with serve(tmp_path, *SLOW) as server:
         stream = OpenStream(server, max_tokens=60)
         stream.wait_for_events(3)
@@ -125,6 +128,7 @@ def test_terminate_lets_open_streams_finish(tmp_path: Path) -> None:
 
 
 def test_two_servers_on_one_host(tmp_path: Path) -> None:
+    """vLLM 24756, 28498: both took the same free port."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
@@ -174,7 +178,10 @@ def test_a_taken_port_is_one_clear_line() -> None:
 
 
 def test_idle_processes_use_no_cpu(tmp_path: Path) -> None:
-    """All processes together under two percent of a core. CPU time is counted, so a busy machine does not matter."""
+    """All processes together under two percent of a core (vLLM 14799, 19036: a whole one).
+
+    CPU time is counted, so a busy machine does not matter.
+    """
     with serve(tmp_path, *NULL) as server:
         time.sleep(2)
         processes = [psutil.Process(server.process.pid), *server.children()]

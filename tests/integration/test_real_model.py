@@ -5,6 +5,7 @@ The oracle shares nothing with us but the GGUF file: transformers reads it with 
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,9 @@ import torch
 from shared import models
 from tests.integration.prompts import PROMPTS
 from tests.integration.server import Server, serve
+from tests.services.worker.oracle import follow
 
 MAX_TOKENS = 64
-pytestmark = pytest.mark.timeout(900)  # transformers generates one prompt after the other
 
 
 class Oracle:
@@ -38,30 +39,16 @@ class Oracle:
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
 
-    @torch.inference_mode()
-    def generate(self, ids: list[int]) -> list[int]:
-        """Greedy, until the EOS (included) or MAX_TOKENS."""
-        inputs = torch.tensor([ids])
-        output = self.model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            pad_token_id=self.model.config.eos_token_id,
-        )
-        return [int(token) for token in output[0, len(ids) :]]
+    def generates(self, ids: list[int], output: list[int]) -> list[int]:
+        """``output`` if it is the greedy continuation, else the first ids of it that are, and the one that is not."""
+        best: list[int] = follow(self.model, ids, output).argmax(-1).tolist()
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(best, output, strict=True)))
+        return best[: same + 1]
 
 
 @pytest.fixture(scope="module")
 def oracle() -> Oracle:
     return Oracle()
-
-
-@pytest.fixture(scope="module")
-def expected(oracle: Oracle) -> dict[str, tuple[list[int], list[int]]]:
-    """Prompt ids and output ids by prompt name."""
-    encoded = {name: oracle.encode(messages) for name, messages in PROMPTS.items()}
-    return {name: (ids, oracle.generate(ids)) for name, ids in encoded.items()}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +65,13 @@ def complete(server: Server, ids: list[int]) -> list[int]:
     choice = answer.json()["choices"][0]
     assert choice["prompt_token_ids"] == ids
     return list(choice["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server, oracle: Oracle) -> dict[str, tuple[list[int], list[int]]]:
+    """Prompt ids, and the output ids that the server gave one prompt after the other, by prompt name."""
+    encoded = {name: oracle.encode(messages) for name, messages in PROMPTS.items()}
+    return {name: (ids, complete(server, ids)) for name, ids in encoded.items()}
 
 
 def test_the_capital_of_france(server: Server) -> None:
@@ -98,24 +92,29 @@ def test_chats_encode_as_in_transformers(server: Server, oracle: Oracle) -> None
             assert answer["tokens"] == oracle.encode(messages), name
 
 
-def test_greedy_ids_alone(server: Server, expected: dict[str, tuple[list[int], list[int]]]) -> None:
-    assert max(len(ids) for ids, _ in expected.values()) > 1500
-    for name, (ids, wanted) in expected.items():
-        assert complete(server, ids) == wanted, name
+def test_greedy_ids_alone(oracle: Oracle, alone: dict[str, tuple[list[int], list[int]]]) -> None:
+    assert len(alone) > 20 and max(len(ids) for ids, _ in alone.values()) > 1500
+    eos = oracle.model.config.eos_token_id
+    for name, (ids, output) in alone.items():
+        assert output == oracle.generates(ids, output), name
+        assert (len(output) == MAX_TOKENS or output[-1] == eos) and eos not in output[:-1], name
+    lengths = {len(output) for _, output in alone.values()}
+    assert min(lengths) < MAX_TOKENS == max(lengths)  # both ends are seen
 
 
-def test_greedy_ids_all_in_flight_at_once(server: Server, expected: dict[str, tuple[list[int], list[int]]]) -> None:
+def test_greedy_ids_all_in_flight_at_once(server: Server, alone: dict[str, tuple[list[int], list[int]]]) -> None:
     """vLLM 17524, 23138: the same request among others, in another order of the batch, gave other tokens."""
-    with ThreadPoolExecutor(len(expected)) as pool:
-        answers = {name: pool.submit(complete, server, ids) for name, (ids, _) in expected.items()}
-        for name, (_, wanted) in expected.items():
+    with ThreadPoolExecutor(len(alone)) as pool:
+        answers = {name: pool.submit(complete, server, ids) for name, (ids, _) in alone.items()}
+        for name, (_, wanted) in alone.items():
             assert answers[name].result() == wanted, name
 
 
-def test_text_is_what_transformers_decodes(server: Server, oracle: Oracle) -> None:
-    for name in ("korean", "emoji", "code"):
-        body = {"model": server.model, "messages": PROMPTS[name], "temperature": 0, "max_tokens": MAX_TOKENS}
-        with server.client() as client:
+def test_text_is_what_transformers_decodes(
+    server: Server, oracle: Oracle, alone: dict[str, tuple[list[int], list[int]]]
+) -> None:
+    with server.client() as client:
+        for name in ("korean", "emoji", "code"):
+            body = {"model": server.model, "messages": PROMPTS[name], "temperature": 0, "max_tokens": MAX_TOKENS}
             text = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-        ids = oracle.generate(oracle.encode(PROMPTS[name]))
-        assert text == oracle.tokenizer.decode(ids, skip_special_tokens=True), name
+            assert text == oracle.tokenizer.decode(alone[name][1], skip_special_tokens=True), name

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from services.worker.config import WorkerConfig
 from services.worker.model_executor import ModelExecutor
-from services.worker.weights import load_weights
 from shared.errors import ConfigError
 from shared.models import ModelFiles, locate
-from tests.services.worker import forward, random_models
+from tests.services.worker import forward, oracle
 from tests.services.worker.plans import Driver
-
-pytestmark = pytest.mark.timeout(900)  # minutes of computing where cores are shared
 
 TOKENS = 32
 CODE = "def merge(a, b):\n    # merges two sorted lists\n    out = []\n    while a and b:\n"
@@ -54,12 +50,9 @@ def files() -> ModelFiles:
 
 
 @pytest.fixture(scope="module")
-def oracle(files: ModelFiles) -> Any:
+def theirs(files: ModelFiles) -> Any:
     torch.set_num_threads(2)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(files.folder), dtype=torch.float32).eval()
-    missing, unexpected = model.load_state_dict(dict(load_weights(files, torch.float32)), strict=False)
-    assert (set(missing), set(unexpected)) == ({"lm_head.weight"}, set())  # tied to the embedding
-    return model
+    return oracle.builtin(files)
 
 
 @pytest.fixture(scope="module")
@@ -82,34 +75,42 @@ def executor(dtype: str) -> ModelExecutor:
 
 
 @pytest.fixture(scope="module")
-def expected(oracle: Any, prompts: list[list[int]]) -> Iterator[list[list[int]]]:
-    yield [random_models.generate(oracle, prompt, TOKENS) for prompt in prompts]
+def float32() -> ModelExecutor:
+    return executor("float32")
 
 
-def test_float32_greedy_equals_transformers(prompts: list[list[int]], expected: list[list[int]]) -> None:
-    ours = executor("float32")
-    together = Driver(ours, chunks=lambda i: [97, 256, 33][i % 3], budget=400).generate(prompts, TOKENS, at_once=20)
-    assert together == expected
-    assert [Driver(ours).generate([prompt], TOKENS)[0] for prompt in prompts[:12:3]] == expected[:12:3]
+@pytest.fixture(scope="module")
+def outputs(float32: ModelExecutor, prompts: list[list[int]]) -> list[list[int]]:
+    """Our ids in float32, all prompts in one batch and the long ones in chunks."""
+    driver = Driver(float32, chunks=lambda i: [97, 256, 33][i % 3], budget=400)
+    return driver.generate(prompts, TOKENS, at_once=20)
+
+
+@pytest.fixture(scope="module")
+def logits(theirs: Any, prompts: list[list[int]], outputs: list[list[int]]) -> list[torch.Tensor]:
+    """transformers' float32 logits [TOKENS, vocab] along those ids, by prompt."""
+    return [oracle.follow(theirs, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def test_float32_greedy_equals_transformers(
+    float32: ModelExecutor, prompts: list[list[int]], outputs: list[list[int]], logits: list[torch.Tensor]
+) -> None:
+    assert outputs == [rows.argmax(-1).tolist() for rows in logits]
+    assert [Driver(float32).generate([prompt], TOKENS)[0] for prompt in prompts[:12:3]] == outputs[:12:3]
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="bfloat16 products would be too slow")
-def test_bfloat16_is_near(oracle: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_bfloat16_is_near(prompts: list[list[int]], outputs: list[list[int]], logits: list[torch.Tensor]) -> None:
     ours = executor("bfloat16")
     together = Driver(ours, chunks=lambda i: 200, budget=400).generate(prompts, TOKENS, at_once=20)
-    for prompt, got, wanted in zip(prompts, together, expected, strict=True):
+    for got, wanted, exact in zip(together, outputs, logits, strict=True):
         if got != wanted:
             # the two are nearly tied in float32 where they part
             first = next(i for i in range(TOKENS) if got[i] != wanted[i])
-            with torch.inference_mode():
-                logits = oracle(torch.tensor([prompt + wanted[:first]]), logits_to_keep=1).logits[0, -1]
-            assert logits[wanted[first]] - logits[got[first]] < 0.3
+            assert exact[first, wanted[first]] - exact[first, got[first]] < 0.3
     differences = []
-    for prompt, wanted in list(zip(prompts, expected, strict=True))[:18:2]:
-        ids = prompt + wanted
-        with torch.inference_mode():
-            exact = oracle(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        near = forward.logits(ours._decoder, ids[:-1], [len(prompt)]).log_softmax(-1)
+    for prompt, wanted, exact in list(zip(prompts, outputs, logits, strict=True))[:18:2]:
+        near = forward.logits(ours._decoder, [*prompt, *wanted[:-1]], [len(prompt)]).log_softmax(-1)[-TOKENS:]
         forced = torch.tensor(wanted)[:, None]
-        differences.append((near[-TOKENS:].gather(1, forced) - exact[-TOKENS:].gather(1, forced)).abs().flatten())
+        differences.append((near.gather(1, forced) - exact.log_softmax(-1).gather(1, forced)).abs().flatten())
     assert torch.cat(differences).mean() <= 0.03

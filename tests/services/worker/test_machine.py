@@ -82,6 +82,7 @@ def test_no_limits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("quota", "threads"), [("50000", 1), ("100000", 1), ("199999", 1)])
 def test_threads_stay_within_the_quota(tmp_path: Path, quota: str, threads: int) -> None:
+    """vLLM 32651, 10971: more threads than a container may use, or one only."""
     group = cgroup(tmp_path, "0::/\n", {"cpu.max": f"{quota} 100000\n"})
     assert machine.compute_threads(0, group) == threads
     assert machine.compute_threads(3, group) == 3

@@ -115,6 +115,7 @@ def test_a_folder_that_cannot_be_served_is_named(tmp_path: Path, damage: Any, me
 
 
 def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
+    """vLLM 23321, 30691: a file's path was taken for a hub id, and its tokenizer was not read."""
     path = tiny(tmp_path / "m.gguf")
     first = locate(str(path))
     assert (first.name, first.weights, first.gguf) == (str(path), [path], path)
