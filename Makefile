@@ -7,7 +7,7 @@ PORT ?= 8000
 MODEL ?=
 ARGS ?=
 
-.PHONY: install serve test clients lint bench clean
+.PHONY: install serve test clients sanitize lint bench clean
 
 # What a Debian or Ubuntu machine may lack. Only asked for when missing, and only where apt-get and root are at hand.
 define need_system_packages
@@ -47,6 +47,15 @@ serve: $(VENV)/.installed
 test: $(VENV)/.tested lint
 	$(BIN)/quire fetch
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The CPU kernels' tests, on libraries that stop at reads and writes out of bounds and at undefined behaviour.
+sanitize: export XDG_CACHE_HOME := $(CURDIR)/build/sanitized
+sanitize: export CXX := $(CURDIR)/tests/kernels/cpu/sanitizing-g++
+sanitize: $(VENV)/.tested
+	$(BIN)/python -c 'from kernels.cpu import build; print(*map(build.library, build.supported()), sep="\n")'
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(BIN)/python -m pytest tests/kernels/cpu tests/kernels/test_memory.py --ignore tests/kernels/cpu/test_build.py $(ARGS)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff format --check .

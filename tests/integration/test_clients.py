@@ -18,6 +18,8 @@ from tests.integration.prompts import PROMPTS
 from tests.integration.server import Server
 
 HERE = Path(__file__).parent / "clients"
+pytestmark = pytest.mark.client
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CHROMIUM_ARGS = (
     "--headless",

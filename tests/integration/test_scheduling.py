@@ -136,7 +136,7 @@ def test_a_tenant_name_is_short_and_visible(client: httpx.Client) -> None:
 
 
 def test_preemption_is_shown_with_what_it_cost(server: Server, client: httpx.Client) -> None:
-    bodies = [{"prompt": [rid] * 200, "max_tokens": 100, "temperature": 0} for rid in range(10, 14)]
+    bodies = [{"prompt": [rid] * 200, "max_tokens": 60, "temperature": 0} for rid in range(10, 14)]
 
     def complete(body: dict[str, Any]) -> list[int]:
         with server.client(timeout=60) as own:
@@ -144,7 +144,7 @@ def test_preemption_is_shown_with_what_it_cost(server: Server, client: httpx.Cli
         assert answer.status_code == 200, answer.text
         return list(answer.json()["choices"][0]["token_ids"])
 
-    with ThreadPoolExecutor(4) as pool:  # 4 x 19 blocks in a pool of 59
+    with ThreadPoolExecutor(4) as pool:  # 4 x 17 blocks in a pool of 59
         together = list(pool.map(complete, bodies))
     assert together == [complete(body) for body in bodies]
     shown = status(client)["preemption"]
