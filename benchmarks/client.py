@@ -21,11 +21,15 @@ EVENT = re.compile(rb"^data:[ ]?(.*?)\r?\n", re.MULTILINE)
 
 @dataclass
 class Recording:
-    """What a request's connection carried: segments, when they came (perf_counter), and how it failed if it did."""
+    """What a request's connection carried: segments, when they came (perf_counter), and how it failed if it did.
+
+    lost: the server closed it before the answer's end.
+    """
 
     segments: list[bytes] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     error: str = ""
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._ended is not None and not self._ended.done():
             if not self._headers_read or self._chunked or self._left is not None:
+                self._recording.lost = True
                 self._recording.error = f"the connection was lost before the answer's end ({error or 'closed'})"
             self._end()
 

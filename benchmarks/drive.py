@@ -126,12 +126,17 @@ class Sender:
 
     async def _post(self, sent: Sent, index: int, connection: client.Connection) -> client.Connection:
         """The connection to use for the next one."""
-        recording = sent.recordings[index]
+        recording, kept = sent.recordings[index], connection.usable
         try:
-            if not connection.usable:
+            if not kept:
                 connection.close()
                 connection = await client.Connection.open(self._endpoint.url)
             await connection.post(sent.payloads[index], recording, self._timeout)
+            if kept and recording.lost and not recording.segments:
+                # A server may close a kept connection without a word; a request that meets that is sent again.
+                recording = sent.recordings[index] = client.Recording()
+                connection = await client.Connection.open(self._endpoint.url)
+                await connection.post(sent.payloads[index], recording, self._timeout)
         except OSError as error:
             recording.error = f"cannot connect to {self._endpoint.url}: {error}"
         return connection

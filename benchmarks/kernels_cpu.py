@@ -350,14 +350,16 @@ class PlainGemm:
 
     def call(self, weight: torch.Tensor, x: torch.Tensor) -> Call:
         outputs, inputs = (ctypes.c_int64(extent) for extent in weight.shape)
-        packed, out = torch.empty_like(weight), torch.empty(len(x), len(weight), dtype=x.dtype)
-        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, packed, out, x)]
-        self._library.plain_pack(*addresses[:2], outputs, inputs)
+        packed = torch.empty_like(weight)
+        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, packed)]
+        self._library.plain_pack(ctypes.c_void_p(weight.data_ptr()), addresses[1], outputs, inputs)
         assert torch.equal(weight.flatten()[:2], packed.flatten()[:2])
         rows = ctypes.c_int64(len(x))
 
-        def call(keep: object = (packed, out, x)) -> None:
-            self._library.plain_gemm(addresses[3], addresses[1], addresses[2], rows, outputs, inputs)
+        def call(keep: object = (packed, x)) -> torch.Tensor:
+            out = torch.empty(len(x), len(weight), dtype=x.dtype)  # as the others do: its pages take time
+            self._library.plain_gemm(*addresses, ctypes.c_void_p(out.data_ptr()), rows, outputs, inputs)
+            return out
 
         return call
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_void_p
+from operator import is_
 
 import torch
 
@@ -40,6 +41,8 @@ class Step:
         self._parts = parts
         self._dtype = parts.embedding.dtype
         self._vocabulary = len(parts.embedding)
+        self._kv: tuple[torch.Tensor, ...] = ()
+        self._memory = (c_void_p * 0)()
         self._layers = (LayerArguments * len(parts.layers))(*map(_layer, parts.layers))
         self._decoder = DecoderArguments(
             layers=ctypes.addressof(self._layers),
@@ -67,7 +70,9 @@ class Step:
         samples: torch.Tensor,
         likeliest: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        self._check(batch, kv, samples, samples if likeliest is None else likeliest)
+        if len(kv) != len(self._kv) or not all(map(is_, kv, self._kv)):  # a worker's are always the same, and many
+            self._use(kv)
+        self._check(batch, samples, samples if likeliest is None else likeliest)
         logits = torch.empty((len(samples), self._vocabulary), dtype=self._dtype)
         arguments = BatchArguments(
             tokens=batch.tokens.data_ptr(),
@@ -82,10 +87,9 @@ class Step:
             likeliest=None if likeliest is None else likeliest.data_ptr(),
         )
         times = Times()
-        memory = (c_void_p * len(kv))(*[layer.data_ptr() for layer in kv])
         self._library.step(
             byref(self._decoder),
-            memory,
+            self._memory,
             kv[0].shape[3],
             kv[0].dtype == torch.int8,
             byref(arguments),
@@ -94,7 +98,16 @@ class Step:
         )
         return logits, {name: getattr(times, name) for name, _ in Times._fields_}
 
-    def _check(self, batch: Batch, kv: Sequence[torch.Tensor], samples: torch.Tensor, likeliest: torch.Tensor) -> None:
+    def _use(self, kv: Sequence[torch.Tensor]) -> None:
+        dtype = kv[0].dtype
+        block = layer_shape(1, self._parts.kv_heads, kv[0].shape[3], self._parts.head_dim, dtype)[1:]
+        fits = all(layer.shape[1:] == block and layer.dtype == dtype and self.takes(layer) for layer in kv)
+        if len(kv) != len(self._layers) or not fits:
+            raise ValueError(f"kv is not {len(self._layers)} contiguous {dtype} tensors of blocks {block}")
+        self._kv = tuple(kv)
+        self._memory = (c_void_p * len(kv))(*[layer.data_ptr() for layer in kv])
+
+    def _check(self, batch: Batch, samples: torch.Tensor, likeliest: torch.Tensor) -> None:
         tokens, decodes, chunks = len(batch.tokens), len(batch.decode_lens), len(batch.chunk_lens)
         for name, tensor, dtype, shape in (
             ("tokens", batch.tokens, torch.int64, (tokens,)),
@@ -111,11 +124,6 @@ class Step:
             if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
                 found = f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
                 raise ValueError(f"{name} is {found}; wanted is a contiguous {dtype} {shape}")
-        dtype = kv[0].dtype
-        block = layer_shape(1, self._parts.kv_heads, kv[0].shape[3], self._parts.head_dim, dtype)[1:]
-        fits = all(layer.shape[1:] == block and layer.dtype == dtype and self.takes(layer) for layer in kv)
-        if len(kv) != len(self._layers) or not fits:
-            raise ValueError(f"kv is not {len(self._layers)} contiguous {dtype} tensors of blocks {block}")
 
 
 def _layer(parts: LayerParts) -> LayerArguments:

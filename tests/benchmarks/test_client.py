@@ -169,6 +169,21 @@ def test_a_connection_that_is_to_be_closed_is_not_used_again() -> None:
     assert connections == 3
 
 
+def test_a_request_is_sent_again_when_its_kept_connection_was_closed_without_a_word() -> None:
+    requests = 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal requests
+        await read_request(reader)
+        requests += 1
+        writer.write(b"".join(SEGMENTS))
+        await read_request(reader)  # the next one is taken, and never answered
+        writer.close()
+
+    assert [answer.faults() for answer in drive(handler, count=3, concurrency=1)] == [[]] * 3
+    assert requests == 3
+
+
 def test_a_lost_connection_is_told_and_the_next_request_goes_on() -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
