@@ -38,6 +38,15 @@ class LogitRules:
         """
         return bool(self.min_tokens or self.allowed_token_ids or self.bad_words)
 
+    def may_forbid(self, token: int, output: list[int], stop_ids: frozenset[int]) -> bool:
+        """Whether ``token`` may have no chance behind ``output``."""
+        if self.allowed_token_ids and token not in self.allowed_token_ids:
+            return True
+        if len(output) < self.min_tokens and token in stop_ids:
+            return True
+        ends = (word for word in self.bad_words if word[-1] == token)
+        return any(len(word) == 1 or output[1 - len(word) :] == word[:-1] for word in ends)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:

@@ -496,12 +496,24 @@ class RowRules:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Output tokens of a row that are given, not sampled, from position ``start`` on, and told of as its results are.
+
+    Each is told of with the chunk that computes the position before it.
+    """
+
+    start: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class NewRow:
     """A sequence enters a slot. ``length`` tokens of it already have KV in its table (0 for a plain prompt).
 
     The slot's block table comes in the plan's ``table_*`` columns. seed and position alone decide sampling noise.
     logprobs: how many of the likeliest tokens come with each result of the row, besides the sampled one; -1: none.
     masked: the row is sampled under the MASK of its step.
+    run: what a grammar has given it, where that is to be told of.
     """
 
     slot: int
@@ -515,6 +527,7 @@ class NewRow:
     logprobs: int = -1
     rules: RowRules | None = None
     masked: bool = False
+    run: Run | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,7 +577,8 @@ class Result(Message):
     -1: mask and rules together left the row nothing to sample.
     logprobs: of results that asked for them, the entries being places in ``ids``. prompt_logprobs: of prompt tokens,
     the entries being numbers of the plan's chunks, each as often as its chunk tells of tokens, in their order; the last
-    one of a chunk is the token at the chunk's end, or the prompt's last where that comes first.
+    one of a chunk is the token at the chunk's end, or the prompt's last where that comes first. Behind them, in the
+    same way, those of the row's run, up to the token at the chunk's end.
     timings: seconds by part (``swap_out``, ``swap_in``, ``forward``, ``sample``, ``total``). error: the step failed.
     """
 

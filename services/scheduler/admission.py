@@ -11,6 +11,7 @@ from services.scheduler.budget import Budget
 from services.scheduler.flight import Flight
 from services.scheduler.preemption import Costs
 from services.scheduler.prefill import Prefill
+from services.scheduler.prefix_cache import Match
 from services.scheduler.queues import Queues
 from services.scheduler.request import Sequence, State
 from services.scheduler.running import Running
@@ -151,6 +152,7 @@ class Admission:
             if not sequence.awaits or sequence.awaited != before:
                 sequence.awaits = step_id
             return False
+        match = self._short_of_run(sequence, match)
         adopted = self._tables.adopt(sequence, match, slack=slack, step_id=step_id)
         if adopted is None:
             return False
@@ -161,6 +163,13 @@ class Admission:
             draft.copy(source, sequence.blocks[-1])
             self._stats.copied("prefix")
         return True
+
+    def _short_of_run(self, sequence: Sequence, match: Match) -> Match:
+        """``match`` up to the first position whose logits tell a logprob that is needed of what is ahead."""
+        size, most = self._tables.block_size, sequence.told_ahead - 1
+        if most >= len(sequence.feed) - 1 or len(match.entries) * size + match.inside <= most:
+            return match
+        return Match(match.entries[: most // size])
 
     def _is_known_not_to_fit(self, sequence: Sequence) -> bool:
         """Whether it lacked more blocks than there are now, and need not be looked up again in this plan."""

@@ -53,13 +53,13 @@ class Constrained:
         slots: list[int] = []
         bits: list[Int32] = []
         for sequence, (slot, position) in step.masked.items():
-            if sequence.finished is None and (allowed := self._allowed(sequence, position)) is not None:
+            if sequence.finished is None and (allowed := self._allowed(step, sequence, position)) is not None:
                 slots.append(slot)
                 bits.append(allowed)
         return slots, np.concatenate(bits) if bits else no_ids()
 
-    def _allowed(self, sequence: Sequence, position: int) -> Int32 | None:
-        """What the token at ``position`` may be; None: the sequence has ended, as nothing may follow."""
+    def _allowed(self, step: Step, sequence: Sequence, position: int) -> Int32 | None:
+        """What the token at ``position`` may be; None: nothing may follow, so it has ended or does so soon."""
         grammar = sequence.grammar
         assert grammar is not None
         place = position - sequence.num_tokens
@@ -73,10 +73,12 @@ class Constrained:
         goes_on = bits & self._not_eos
         if goes_on.any():
             return goes_on if sequence.request.sampling.ignore_eos else bits
-        if bits.any() or grammar.is_over:
-            self._complete(sequence)
-        else:
+        if not bits.any() and not grammar.is_over:
             self._ends.break_off(sequence, "the grammar allows no token of this model here")
+        elif place and sequence.request.tells_logprobs:  # the step computes those of the run before it
+            step.completes.add(sequence)
+        else:
+            self._complete(sequence)
         return None
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
@@ -87,6 +89,8 @@ class Constrained:
         for sequence, (_, position) in step.masked.items():
             if sequence.finished is None:
                 settled += self._append_forced(sequence, position - sequence.num_tokens)
+                if sequence in step.completes and sequence.finished is None:
+                    self._ends.complete(sequence)
         return settled
 
     def deliver(self, sequence: Sequence, token: int) -> int:
@@ -94,6 +98,7 @@ class Constrained:
         if token < 0:
             self._ends.break_off(sequence, NOTHING_LEFT)
             return 0
+        del sequence.ahead_logprobs[:1]  # it has that of the token that was sampled
         return self._append(sequence, token) + self.end_if_over(sequence)
 
     def end_if_over(self, sequence: Sequence) -> int:
@@ -104,7 +109,9 @@ class Constrained:
         grammar = sequence.grammar
         if sequence.finished is not None or grammar is None or not grammar.is_over:
             return 0
-        return 0 if grammar.forced and sequence.request.samples_each else self._complete(sequence)
+        if grammar.forced and (sequence.request.tells_logprobs or len(sequence.given) < len(grammar.forced)):
+            return 0
+        return self._complete(sequence)
 
     def _complete(self, sequence: Sequence) -> int:
         grammar = sequence.grammar
@@ -125,6 +132,8 @@ class Constrained:
         for appended, token in enumerate(tokens):
             if sequence.finished is not None:
                 return appended
+            if sequence.request.tells_logprobs:
+                sequence.learn(sequence.ahead_logprobs.pop(0))
             self._append(sequence, token)
         return len(tokens)
 

@@ -27,7 +27,7 @@ class PlanLog:
         step, rows = scheduler.steps[-1], scheduler.rows
         named = {slot: sequence for slot, sequence in enumerate(rows.sequences) if sequence is not None}
         # A beam has its row for one step only and has left it by now.
-        named |= dict(zip(plan.chunk_slots, (sequence for sequence, _ in step.chunks), strict=True))
+        named |= dict(zip(plan.chunk_slots, (chunk.sequence for chunk in step.chunks), strict=True))
         named |= dict(zip(step.slots.tolist(), step.sequences, strict=True))
         names = {slot: f"{sequence.request.rid}/{sequence.index}" for slot, sequence in sorted(named.items())}
         chunks = zip(plan.chunk_slots, plan.chunk_starts, plan.chunk_lens, plan.chunk_samples, strict=True)

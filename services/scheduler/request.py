@@ -44,8 +44,9 @@ class Sequence:
     blocks it (of a swapped group, the first for all) lacked when it was looked up last and did not fit. passes: how
     often smaller ones were admitted before it because it did not fit. host: its table on the host, while it is swapped.
     preempted_by: the decision that took its memory, until it decodes again. cumulative: logprob of the output, where it
-    is needed. logprobs: of each token of the output, where the request asked for them. offer: of a beam whose step is
-    done, what it may go on with. grammar: what the output is held to, if to anything.
+    is needed. logprobs: of each token of the output, where the request asked for them; ahead_logprobs: of the first of
+    the tokens ahead, as far as they are computed, where their logprobs are needed. offer: of a beam whose step is done,
+    what it may go on with. grammar: what the output is held to, if to anything.
     """
 
     request: Request
@@ -69,6 +70,7 @@ class Sequence:
     preempted_by: Decision | None = None
     cumulative: float = 0.0
     logprobs: list[Found] = field(default_factory=list)
+    ahead_logprobs: list[Found] = field(default_factory=list)
     offer: list[tuple[int, float]] | None = None
     grammar: Grammar | None = None
     finished: Finished | None = None
@@ -81,11 +83,40 @@ class Sequence:
     def ahead(self) -> list[int]:
         """Tokens that follow the output in any case, and may be computed before they are told: one more is to sample.
 
-        None where each token has to be sampled.
+        That is the last of them where nothing follows it and its logprob is needed, or one that a rule may forbid.
         """
-        if self.grammar is None or self.request.samples_each:
+        if self.grammar is None:
             return []
-        return self.grammar.forced[: self.request.max_tokens - 1 - len(self.output)]
+        given = self.given
+        if self.request.tells_logprobs and self.grammar.is_over and len(given) == len(self.grammar.forced):
+            given = given[:-1]
+        return given[: self.request.max_tokens - 1 - len(self.output)]
+
+    @property
+    def given(self) -> list[int]:
+        """What follows the output because the grammar says so, up to what another rule may forbid."""
+        assert self.grammar is not None
+        forced, rules = self.grammar.forced, self.request.sampling.rules
+        if not forced or rules is None or not rules.can_forbid:
+            return forced
+        output = list(self.output)
+        for place, token in enumerate(forced):
+            if rules.may_forbid(token, output, self.request.stop_ids):
+                return forced[:place]
+            output.append(token)
+        return forced
+
+    @property
+    def told_ahead(self) -> int:
+        """The position of the first token ahead whose logprob is needed and not known; beyond them: none is."""
+        end = self.num_tokens + len(self.ahead)
+        return self.num_tokens + len(self.ahead_logprobs) if self.request.tells_logprobs else end
+
+    def learn(self, found: Found) -> None:
+        """The logprob of the next token of the output."""
+        self.cumulative += found[0]
+        if self.request.sampling.logprobs >= 0:
+            self.logprobs.append(found)
 
     @property
     def leader(self) -> Sequence:
@@ -144,12 +175,6 @@ class Request:
     def tells_logprobs(self) -> bool:
         """Whether the logprob of each output token is needed."""
         return self.sampling.logprobs >= 0 or self.sampling.is_held
-
-    @property
-    def samples_each(self) -> bool:
-        """Whether each output token has to be sampled: its logprob is needed, or a rule may forbid it."""
-        rules = self.sampling.rules
-        return self.tells_logprobs or (rules is not None and rules.can_forbid)
 
     @property
     def missing_prompt_logprobs(self) -> int:

@@ -243,6 +243,8 @@ class Scheduler:
             raise StepError(f"worker rank 0 answered other slots than those of step {step_id}")
         step = steps[0]
         now = self.pool.now = self._clock()
+        if prompt_logprobs is not None:
+            _take_given_logprobs(step, prompt_logprobs)
         delivered = self.constrained.settle(step)
         self._publish(step)
         self.flight.land()
@@ -252,8 +254,6 @@ class Scheduler:
                 timings["total"], decodes=step.decodes, prompt_tokens=step.prompt_tokens, contexts=step.contexts
             )
         searches = self._take_logprobs(step, logprobs) if logprobs is not None else ()
-        if prompt_logprobs is not None:
-            _take_prompt_logprobs(step, prompt_logprobs)
         delivered += self._deliver(step, ids, now)
         self.stats.cache_events(*self.tables.take_counts())
         for request in searches:
@@ -289,7 +289,7 @@ class Scheduler:
             return
         for i in np.flatnonzero(step.lengths % self.limits.block_size == 0).tolist():
             self.tables.publish(step.sequences[i], int(step.lengths[i]))
-        for sequence, length in step.chunks:
+        for sequence, length, _ in step.chunks:
             self.tables.publish(sequence, length)
 
     def _deliver(self, step: Step, ids: Int32, now: float) -> int:
@@ -330,9 +330,7 @@ class Scheduler:
                 sequence.offer = list(zip(top_ids, top, strict=True))
                 searches[sequence.request] = None
             elif sequence.finished is None and sequence.request.search is None:
-                sequence.cumulative += found[0]
-                if sequence.request.sampling.logprobs >= 0:
-                    sequence.logprobs.append(found)
+                sequence.learn(found)
         return list(searches)
 
     def _commit(self, draft: Draft, decode_slots: Slots, decodes: int, budget: Budget | None) -> Plan:
@@ -374,10 +372,17 @@ class Scheduler:
         )
 
 
-def _take_prompt_logprobs(step: Step, logprobs: Logprobs) -> None:
-    """Keeps those that are new: a prompt that is computed again tells them again."""
-    for chunk, found in groupby(by_entry(logprobs), key=itemgetter(0)):
-        sequence, end = step.chunks[chunk]
-        known, tokens = sequence.request.prompt_logprobs, [one for _, one in found]
-        first = min(end, len(sequence.request.prompt) - 1) - len(tokens)  # counted from the second token
-        known += tokens[len(known) - first :]
+def _take_given_logprobs(step: Step, logprobs: Logprobs) -> None:
+    """Keeps those of prompts and runs that are new: what is computed again tells them again."""
+    for number, found in groupby(by_entry(logprobs), key=itemgetter(0)):
+        sequence, end, run = step.chunks[number]
+        tokens = [one for _, one in found]
+        of_prompt, of_run = tokens[: len(tokens) - len(run)], tokens[len(tokens) - len(run) :]
+        request = sequence.request
+        first = min(end, len(request.prompt) - 1) - len(of_prompt)  # counted from the second token
+        request.prompt_logprobs += of_prompt[len(request.prompt_logprobs) - first :]
+        # Siblings that sample from this very prompt, or have come to the same output, go on in the same way.
+        for one in request.sequences if run else ():
+            if one.finished is None and one.output == sequence.output:
+                known = one.num_tokens + len(one.ahead_logprobs)
+                one.ahead_logprobs += of_run[known - run.start :] if known in run else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,30 +13,38 @@ from services.scheduler.request import Request, Sequence
 from services.scheduler.rows import Slots
 from shared.codec import Int32, int32, no_ids
 from shared.sampling import LogitRules
-from shared.wire import NewRow, Plan, RowRules
+from shared.wire import NewRow, Plan, RowRules, Run
 
 Effort = tuple[Decision, str, int]
 """A preemption, a part of the timings of a step that is its doing, and the share of that in blocks or tokens."""
+
+
+class Chunk(NamedTuple):
+    """A sequence's chunk, its end, and the positions of the tokens of a run that its result tells of."""
+
+    sequence: Sequence
+    end: int
+    run: range
 
 
 @dataclass(slots=True)
 class Step:
     """A plan in flight. Result i belongs to ``slots[i]``, that is to ``sequences[i]``.
 
-    lengths: of the decode rows, which come first: tokens whose KV is stored when the step has run. chunks: sequences
-    that had a chunk, and the same of them. decodes: rows with one token each, beams included. prompt_tokens: in chunks
+    lengths: of the decode rows, which come first: tokens whose KV is stored when the step has run. chunks: those of the
+    plan, in its order. decodes: rows with one token each, beams included. prompt_tokens: in chunks
     of prompts, and contexts: the tokens before each of these, in sum. pins: blocks the step copies from, which it holds
     itself. vacated: sequences that have ended or were preempted since, whose blocks this is the last step to name.
     moved: blocks swapped, by the timing's name. efforts: what of it preemptions cost. host: host blocks that this is
     the last step to name. masked: who samples under a mask, from which slot, and the position of that token; mask_sent:
-    whether the workers have the masks.
+    whether the workers have the masks. completes: who has nothing to sample in it, and ends once its run is told.
     """
 
     step_id: int
     slots: Int32
     sequences: list[Sequence]
     lengths: Slots
-    chunks: list[tuple[Sequence, int]]
+    chunks: list[Chunk]
     decodes: int
     prompt_tokens: int
     contexts: float
@@ -47,6 +56,7 @@ class Step:
     vacated: list[Sequence] = field(default_factory=list)
     masked: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
     mask_sent: bool = False
+    completes: set[Sequence] = field(default_factory=set)
 
     @property
     def tokens(self) -> int:
@@ -63,7 +73,7 @@ class Draft:
 
     def __init__(self) -> None:
         self.sampled: list[Sequence] = []  # sequences that a final chunk of this step samples into
-        self.chunks: list[tuple[Sequence, int]] = []
+        self.chunks: list[Chunk] = []
         self.pins: list[int] = []  # sources of copies
         self._new_rows: list[NewRow] = []
         self._chunk_slots: list[int] = []
@@ -106,6 +116,7 @@ class Draft:
                 logprobs=_wanted_logprobs(sequence.request),
                 rules=_row_rules(sequence),
                 masked=sequence.grammar is not None,
+                run=_run(sequence),
             )
         )
 
@@ -130,7 +141,9 @@ class Draft:
         self._chunk_lens.append(len(ids))
         self._chunk_samples.append([one.slot for one in samples])
         self._tokens.append(ids)
-        self.chunks.append((sequence, start + len(ids)))
+        end, run = start + len(ids), _run(sequence)
+        told = range(max(start + 1, run.start), min(end + 1, run.start + len(run.tokens))) if run else range(0)
+        self.chunks.append(Chunk(sequence, end, told))
         self.sampled += samples
 
     def plan(
@@ -167,6 +180,14 @@ def _wanted_logprobs(request: Request) -> int:
     if request.search is not None:
         return request.search.candidates
     return max(0, request.sampling.logprobs) if request.sampling.is_held else request.sampling.logprobs
+
+
+def _run(sequence: Sequence) -> Run | None:
+    """What of its feed is output that is not sampled, where logprobs of that are needed."""
+    first = sequence.num_tokens
+    if sequence.grammar is None or not sequence.request.tells_logprobs or len(sequence.feed) <= first:
+        return None
+    return Run(first, sequence.feed[first:].tolist())
 
 
 def _row_rules(sequence: Sequence) -> RowRules | None:

@@ -24,7 +24,7 @@ from services.worker.rows import Limits, Rows
 from shared.codec import Int32
 from shared.models import builtin, locate
 from shared.sampling import SamplingDefaults
-from shared.wire import Logprobs, Mask, Memory, Plan, RowRules
+from shared.wire import Logprobs, Mask, Memory, Plan, RowRules, Run
 
 DEFAULT_BLOCKS = 4096
 DEFAULT_MODEL_LEN = 2048
@@ -95,6 +95,7 @@ class NullExecutor:
         self._prefix_hash = np.zeros(max_num_seqs, dtype=np.uint64)
         self._last = np.zeros(max_num_seqs, dtype=np.int64)
         self._rules: list[RowRules | None] = [None] * max_num_seqs
+        self._runs: list[Run | None] = [None] * max_num_seqs
         self._prompt_logprobs = Logprobs([], [], [], [], [], [])
 
     @classmethod
@@ -138,7 +139,7 @@ class NullExecutor:
         held[[row.slot for row in plan.new_rows]] = [row.length for row in plan.new_rows]
         self._move(plan, held)
         for row in plan.new_rows:
-            self._rules[row.slot] = row.rules
+            self._rules[row.slot], self._runs[row.slot] = row.rules, row.run
             newest = self._physical(row.slot, row.length - 1) if row.length else None
             self._prefix_hash[row.slot] = 0 if newest is None else self._hash[newest]
         self._decode(step.decode_slots, step.positions[: len(step.decode_slots)])
@@ -254,16 +255,24 @@ class NullExecutor:
             self._prefix_hash[[slot, *samples]] = hashes[-1]
             if self._verify:
                 self._check_whole(slot)
-            self._tell_of_prompt(slot, chunk, start, hashes)
+            self._tell_of_given(slot, chunk, start, hashes)
 
-    def _tell_of_prompt(self, slot: int, chunk: int, start: int, hashes: Array64) -> None:
-        """prompt_logprobs of what a chunk from ``start`` computes the logits of."""
-        rules = self._rules[slot]
-        if rules is None or rules.prompt_logprobs < 0:
-            return
-        targets = rules.tokens[: rules.prompt_tokens][start + 1 : start + len(hashes) + 1]
-        count = len(targets)
-        part = self._toy_logprobs([chunk] * count, hashes[:count], targets, [rules.prompt_logprobs] * count)
+    def _tell_of_given(self, slot: int, chunk: int, start: int, hashes: Array64) -> None:
+        """prompt_logprobs of what a chunk from ``start`` computes the logits of, of the prompt and of a run."""
+        rules, run, end = self._rules[slot], self._runs[slot], start + len(hashes)
+        if rules is not None and rules.prompt_logprobs >= 0:
+            targets = rules.tokens[: rules.prompt_tokens][start + 1 : end + 1]
+            self._tell(chunk, hashes[: len(targets)], targets, rules.prompt_logprobs, [])
+        if run is not None:
+            first = max(start + 1, run.start)
+            targets = run.tokens[first - run.start : max(end + 1 - run.start, 0)]
+            before = hashes[first - 1 - start :][: len(targets)]
+            named = rules.logprob_ids if rules is not None else []
+            self._tell(chunk, before, targets, int(self._rows.logprobs[slot]), named)
+
+    def _tell(self, chunk: int, hashes: Array64, targets: list[int], count: int, named: list[int]) -> None:
+        n = len(targets)
+        part = self._toy_logprobs([chunk] * n, hashes, targets, [count] * n, [named] * n)
         for column in fields(Logprobs):
             getattr(self._prompt_logprobs, column.name).extend(getattr(part, column.name))
 
@@ -300,17 +309,26 @@ class NullExecutor:
         if not len(asked):
             return None
         counts = self._rows.logprobs[slots[asked]].tolist()
-        return self._toy_logprobs(asked.tolist(), self._prefix_hash[slots[asked]], ids[asked].tolist(), counts)
+        rules = (self._rules[slot] for slot in slots[asked].tolist())
+        named = [row.logprob_ids if row is not None else [] for row in rules]
+        return self._toy_logprobs(asked.tolist(), self._prefix_hash[slots[asked]], ids[asked].tolist(), counts, named)
 
-    def _toy_logprobs(self, entries: list[int], hashes: Array64, ids: list[int], counts: list[int]) -> Logprobs:
-        """Of token ``ids[i]`` after the prefix of ``hashes[i]``."""
+    def _toy_logprobs(
+        self, entries: list[int], hashes: Array64, ids: list[int], counts: list[int], named: list[list[int]]
+    ) -> Logprobs:
+        """Of token ``ids[i]`` after the prefix of ``hashes[i]``; ``named[i]``: what is told of for the likeliest."""
         found = Logprobs(entries, [], counts, [], [], [])
-        for mixed, token, count in zip(_mix(hashes).tolist(), ids, counts, strict=True):
+        for mixed, token, count, instead in zip(_mix(hashes).tolist(), ids, counts, named, strict=True):
             gap, size, ends = 0.125 + (mixed >> 20) % 1000 / 1000, len(self._allowed), mixed >> 60 == 0
-            rank = 1 if token == self._eos else (int(np.searchsorted(self._allowed, token)) - mixed) % size
-            found.sampled.append(-0.125 - gap * rank)
-            found.ranks.append(rank + 1)
-            for rank in range(count):
+            ranks = [
+                1 if one == self._eos else (int(np.searchsorted(self._allowed, one)) - mixed) % size
+                for one in (token, *instead)
+            ]
+            found.sampled.append(-0.125 - gap * ranks[0])
+            found.ranks.append(ranks[0] + 1)
+            found.top_ids.extend(instead)
+            found.top.extend(-0.125 - gap * rank for rank in ranks[1:])
+            for rank in range(0 if instead else count):
                 found.top_ids.append(self._eos if ends and rank == 1 else int(self._allowed[(mixed + rank) % size]))
                 found.top.append(-0.125 - gap * rank)
         return found

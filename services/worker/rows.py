@@ -168,6 +168,8 @@ class Rows:
             _check_sampling(row)
             if row.rules is not None:
                 _check_rules(row.slot, row.rules, self.limits.vocab_size)
+            if row.run is not None:
+                _check_run(row, self.limits.vocab_size)
             state.alive[row.slot] = True
             state.length[row.slot] = row.length
 
@@ -325,6 +327,17 @@ def _check_sampling(row: NewRow) -> None:
     for name, fine in in_range.items():
         if not fine:
             raise PlanError(f"slot {row.slot}: {name} {getattr(row, name)} is out of range")
+
+
+def _check_run(row: NewRow, vocab_size: int) -> None:
+    run = row.run
+    assert run is not None
+    if row.logprobs < 0 or run.start < 1 or not run.tokens:
+        raise PlanError(
+            f"slot {row.slot}: a run of {len(run.tokens)} tokens from {run.start} on, logprobs {row.logprobs}"
+        )
+    if not 0 <= min(run.tokens) <= max(run.tokens) < vocab_size:
+        raise PlanError(f"slot {row.slot}: its run names a token id outside 0..{vocab_size - 1}")
 
 
 def _check_rules(slot: int, row: RowRules, vocab_size: int) -> None:

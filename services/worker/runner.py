@@ -85,10 +85,10 @@ class Runner:
         batch, samples = self._batch(step, plan), device.upload(step.sample_tokens)
         prompt_logprobs: list[FetchedLogprobs] = []
         likeliest = None
-        if self._sampler.tells_of_prompts(step):
+        if self._sampler.tells_of_given(step):
             hidden = self._decoder.forward(batch, self.kv)
             logits, parts = self._decoder.logits(hidden[samples]), dict[str, float]()
-            prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._decoder.logits, step)
+            prompt_logprobs = self._sampler.given_logprobs(hidden, self._decoder.logits, step)
         else:
             if self._sampler.takes_likeliest(step):
                 likeliest = torch.empty_like(samples)

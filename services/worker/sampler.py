@@ -18,7 +18,7 @@ from services.worker.executor import MaskSource
 from services.worker.logit_rules import LogitRules, RuledRow
 from services.worker.masks import Masks
 from services.worker.rows import Ints, Rows, Step
-from shared.wire import Logprobs, Plan
+from shared.wire import Logprobs, Plan, Run
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 PROMPT_ROWS = 256
@@ -90,11 +90,17 @@ class Sampler:
         self._rows, self._kernels, self._device = rows, kernels, device
         self._rules = LogitRules(device.upload)
         self._masks = Masks(device.upload)
+        self._runs: dict[int, Run] = {}  # by slot, of rows with one
         self._before: Sampled | None = None  # of the newest step with ruled rows
 
     def change(self, plan: Plan) -> None:
         """Rows that leave and enter with ``plan``."""
         self._rules.change(plan)
+        if plan.full:
+            self._runs.clear()
+        for slot in plan.release if self._runs else ():
+            self._runs.pop(slot, None)
+        self._runs |= {row.slot: row.run for row in plan.new_rows if row.run is not None}
 
     def takes_likeliest(self, step: Step) -> bool:
         """Whether each of the step's sampled entries gets its likeliest token, so that logits need no look."""
@@ -153,23 +159,39 @@ class Sampler:
             edits,
         )
 
-    def tells_of_prompts(self, step: Step) -> bool:
-        return any(row.prompt_logprobs >= 0 for _, row in self._rules.among(step.chunk_slots))
+    def tells_of_given(self, step: Step) -> bool:
+        """Whether there is anything in ``given_logprobs``."""
+        runs = bool(self._runs) and not self._runs.keys().isdisjoint(step.chunk_slots.tolist())
+        return runs or any(row.prompt_logprobs >= 0 for _, row in self._rules.among(step.chunk_slots))
 
-    def prompt_logprobs(self, hidden: torch.Tensor, logits: Logits, step: Step) -> list[FetchedLogprobs]:
-        """Of the prompt tokens that the step's chunks compute the logits of, in rows that asked. hidden: [T, ...]."""
-        found = []
+    def given_logprobs(self, hidden: torch.Tensor, logits: Logits, step: Step) -> list[FetchedLogprobs]:
+        """Of the tokens of prompts and runs that the step's chunks compute the logits of, in rows that asked.
+
+        hidden: [T, ...].
+        """
+        found: list[FetchedLogprobs] = []
+        ruled = dict(self._rules.among(step.chunk_slots))
         firsts = len(step.decode_slots) + np.cumsum(step.chunk_lens) - step.chunk_lens
-        for place, row in self._rules.among(step.chunk_slots):
-            if row.prompt_logprobs < 0:
-                continue
-            first, end = int(firsts[place]), int(step.chunk_ends[place])
-            targets = row.prompt[end - int(step.chunk_lens[place]) + 1 : end + 1]
+
+        def tell(place: int, start: int, targets: Ints, count: int, named: list[int]) -> None:
+            """``targets``: the tokens from position ``start`` on."""
+            first = int(firsts[place]) + start - 1 - int(step.chunk_ends[place] - step.chunk_lens[place])
             for at in range(0, len(targets), PROMPT_ROWS):
                 ids = self._device.upload(targets[at : at + PROMPT_ROWS])
-                entries, counts = np.full(len(ids), place), np.full(len(ids), row.prompt_logprobs)
+                entries, counts = np.full(len(ids), place), np.full(len(ids), count)
                 part = logits(hidden[first + at : first + at + len(ids)])
-                found.append(self._logprobs(part, ids, entries, counts, {}))
+                found.append(self._logprobs(part, ids, entries, counts, {place: named} if named else {}))
+
+        for place, slot in enumerate(step.chunk_slots.tolist()):
+            row, run, end = ruled.get(place), self._runs.get(slot), int(step.chunk_ends[place])
+            start = end - int(step.chunk_lens[place]) + 1
+            if row is not None and row.prompt_logprobs >= 0:
+                tell(place, start, row.prompt[start : end + 1], row.prompt_logprobs, [])
+            if run is not None:
+                start = max(start, run.start)
+                tokens = np.asarray(run.tokens[start - run.start : max(end + 1 - run.start, 0)], dtype=np.int64)
+                named = row.logprob_ids if row is not None else []
+                tell(place, start, tokens, int(self._rows.logprobs[slot]), named)
         return found
 
     def _logprobs(

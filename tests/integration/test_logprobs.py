@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from services.scheduler.grammar import Grammar
 from services.worker import sampler
 from services.worker.executor import Executor
 from services.worker.model_executor import ModelExecutor
+from shared.grammar import new_matcher
 from shared.sampling import LogitRules
 from tests.integration.server import Server, serve
+from tests.services.scheduler.simulation import EOS
 from tests.services.scheduler.test_logprobs import Told
 from tests.services.worker import random_models
 
@@ -113,6 +118,68 @@ def test_logprobs_of_named_tokens_equal_transformers(oracle: tuple[Any, ModelExe
         assert sampled == pytest.approx(float(row[output[place]]), abs=1e-4)
     for place, (sampled, _, ids, values) in enumerate(simulation.told[2, 0]):
         assert ids == [simulation.outputs[2, 0][place]] and values == [sampled]
+
+
+class _Vocabulary:
+    """For the random model: every byte is a token, so what a grammar forces is many of them."""
+
+    eos_token_id, bos_token_id, special_token_ids = EOS, None, (0, 1, EOS)
+    tokens = (
+        *(b"<0>", b"<1>", b"<eos>"),
+        *(bytes([byte]) for byte in range(256)),
+        *(b"<%d>" % id for id in range(259, VOCAB)),
+    )
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [3 + byte for byte in text]
+
+
+@pytest.fixture(scope="module")
+def choices_and_runs() -> LLMatcher:
+    vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary()), n_vocab=VOCAB, eos_token=EOS)
+    return new_matcher(vocabulary, 'start: "beginning" (/[a-z]{2}/ ", and a run, "){4} "end"')
+
+
+@pytest.mark.parametrize("tokens", [256, 23])
+def test_logprobs_of_tokens_that_a_grammar_gives_equal_transformers(
+    oracle: tuple[Any, ModelExecutor], choices_and_runs: LLMatcher, tokens: int
+) -> None:
+    """They are the model's own, as everywhere: of its distribution before the grammar."""
+    model, executor = oracle
+    simulation = OnModel(executor, tokens)
+    for rid, prompt in enumerate(PROMPTS, 1):
+        grammar = Grammar(choices_and_runs.deep_copy())
+        simulation.submit(rid, prompt, 80, grammar=grammar, logprobs=2, temperature=1.0, seed=rid)
+    simulation.drain()
+    runs = [row.run for plan in simulation.plans for row in plan.new_rows if row.run is not None]
+    assert max(len(run.tokens) for run in runs) >= len(", and a run, ")
+    for rid, prompt in enumerate(PROMPTS, 1):
+        output = simulation.outputs[rid, 0]
+        assert len(output) == 9 + 4 * (2 + 13) + 3
+        expected = logprobs_of(model, prompt + output)[len(prompt) - 1 :]
+        for place, (token, (sampled, rank, top_ids, top)) in enumerate(
+            zip(output, simulation.told[rid, 0], strict=True)
+        ):
+            row = expected[place]
+            assert sampled == pytest.approx(float(row[token]), abs=1e-4)
+            assert top == pytest.approx(row[top_ids].tolist(), abs=1e-4)
+            assert int((row > row[token] + 2e-4).sum()) < rank <= int((row > row[token] - 2e-4).sum())
+
+
+def test_logprobs_do_not_change_what_a_grammar_held_request_says(tmp_path: Path, choices_and_runs: LLMatcher) -> None:
+    """In bf16 a run's bits are others than those of its tokens one by one, so both requests have to take runs."""
+    random_models.save(tmp_path, "llama")
+    executor = random_models.executor(tmp_path, dtype="bfloat16")
+    said = []
+    several: list[dict[str, Any]] = [{}, {"logprobs": 3}, {"rules": LogitRules(min_tokens=1)}]
+    for wishes in several:
+        simulation = OnModel(executor)
+        for rid, prompt in enumerate(PROMPTS, 1):
+            grammar = Grammar(choices_and_runs.deep_copy())
+            simulation.submit(rid, prompt, 80, grammar=grammar, temperature=1.5, seed=rid, **wishes)
+        simulation.drain()
+        said.append(simulation.outputs)
+    assert said[0] == said[1] == said[2]
 
 
 def test_greedy_outputs_under_rules_are_transformers(oracle: tuple[Any, ModelExecutor]) -> None:

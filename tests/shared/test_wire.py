@@ -69,7 +69,11 @@ MESSAGES: list[wire.Message] = [
     wire.Reply(1, 200, ["x"], 3),
     wire.Plan(
         4, 77, 88, False, 1,
-        [wire.NewRow(2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2, wire.RowRules(2, [1, 2, 3], [0], RULES, 1, [4]), True)],
+        [
+            wire.NewRow(
+                2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2, wire.RowRules(2, [1, 2, 3], [0], RULES, 1, [4]), True, wire.Run(2, [3])
+            )
+        ],
         [2], [0], [3], [[2]], [2], [1], [5], [6],
         [7],
         int32([1, 2, 3]), int32([33]), int32([1]), int32([34]), int32([1, 2]), int32([3, 4]), int32([5, 6]),

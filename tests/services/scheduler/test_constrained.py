@@ -20,8 +20,16 @@ from shared.errors import RequestError
 from shared.grammar import GrammarError
 from shared.sampling import LogitRules
 from shared.wire import Mask
-from tests.services.scheduler.simulation import EOS, OWNER, VOCAB, Simulation
-from tests.services.scheduler.toy_grammar import GRAMMARS, constrained_output, new_grammar, text_of, vocabulary
+from tests.services.scheduler.simulation import EOS, OWNER, VOCAB, Simulation, toy_candidates, toy_logprob
+from tests.services.scheduler.test_logprobs import Told
+from tests.services.scheduler.toy_grammar import (
+    GRAMMARS,
+    SPELLINGS,
+    constrained_output,
+    new_grammar,
+    text_of,
+    vocabulary,
+)
 
 PROMPT = [5, 9, 17, 30, 4]
 RUN = 'start: /[xy]/ "namenamenamename" /[xy]/ "}"'  # a choice, sixteen letters that are none, a choice
@@ -102,23 +110,75 @@ def test_runs_wait_for_nobodys_memory() -> None:
     assert simulation.done[2].preemptions == simulation.done[1].preemptions == 0
 
 
-def test_where_logprobs_are_told_every_token_is_sampled() -> None:
+@pytest.mark.parametrize("grammar", GRAMMARS)
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("tokens", [6, 64])
+def test_logprobs_change_nothing_and_tell_of_every_token(grammar: str, n: int, tokens: int) -> None:
+    """Runs too, in chunks, with the whole beginning cached, and after the worker has lost its rows."""
+    plain = one(grammar, n=n, temperature=1.0, seed=4)
+    plain.drain()
+    simulation = Told(max_num_batched_tokens=tokens, max_num_seqs=4, block_size=4)
+    for rid in (1, 2):
+        simulation.submit(rid, PROMPT, 40, grammar=new_grammar(grammar), n=n, temperature=1.0, seed=4, logprobs=2)
+        for _ in range(5 * (rid - 1)):
+            simulation.round()
+        if rid == 2:
+            simulation.restart()
+        simulation.drain()
+        for seq in range(n):
+            output = simulation.outputs.get((rid, seq), [])
+            assert output == plain.outputs.get((1, seq), [])
+            assert simulation.finished[rid, seq].reason == plain.finished[1, seq].reason
+            told = simulation.told.get((rid, seq), [])
+            for place, (token, (sampled, _, top_ids, top)) in enumerate(zip(output, told, strict=True)):
+                before = PROMPT + output[:place]
+                assert sampled == toy_logprob(before, [token])
+                assert list(zip(top_ids, top, strict=True)) == toy_candidates(before, 2)
+    simulation.check_nothing_is_left()
+
+
+def test_where_logprobs_are_told_runs_are_chunks_too() -> None:
     simulation = one(RUN, logprobs=0)
-    with_logprobs = finish(simulation)
-    assert [count for plan in simulation.plans for count in plan.chunk_lens] == [len(PROMPT)]
-    plain = one(RUN)
-    assert finish(plain) == with_logprobs
-    assert plain.outputs == simulation.outputs
+    simulation.drain()
+    assert [count for plan in simulation.plans for count in plan.chunk_lens] == [len(PROMPT), 4]
+    (run,) = [row.run for plan in simulation.plans for row in plan.new_rows if row.run is not None]
+    output = simulation.outputs[1, 0]
+    assert (run.start, run.tokens) == (len(PROMPT) + 1, output[1:5])
+
+
+def test_named_tokens_are_told_of_in_runs_too() -> None:
+    simulation = Told()
+    simulation.submit(1, PROMPT, 40, grammar=new_grammar(RUN), logprobs=2, logprob_token_ids=[40, 7])
+    simulation.drain()
+    output, told = simulation.outputs[1, 0], simulation.told[1, 0]
+    assert len(told) == len(output) == 7
+    for place, (_, _, ids, values) in enumerate(told):
+        assert ids == [40, 7]
+        assert values == [toy_logprob(PROMPT + output[:place], [token]) for token in ids]
 
 
 @pytest.mark.parametrize("rule", [{"min_tokens": 2}, {"allowed_token_ids": list(range(VOCAB))}, {"bad_words": [[1]]}])
-def test_where_a_rule_may_forbid_tokens_every_token_is_sampled(rule: dict[str, Any]) -> None:
+def test_rules_that_forbid_nothing_of_a_run_leave_it_whole(rule: dict[str, Any]) -> None:
     simulation = one(RUN, rules=LogitRules(**rule))
     simulation.drain()
-    assert [count for plan in simulation.plans for count in plan.chunk_lens] == [len(PROMPT)]
-    plain = one(RUN, rules=LogitRules(repetition_penalty=1.1))
-    plain.drain()
-    assert [count for plan in plain.plans for count in plan.chunk_lens] == [len(PROMPT), 4]
+    assert [count for plan in simulation.plans for count in plan.chunk_lens] == [len(PROMPT), 4]
+
+
+@pytest.mark.parametrize(
+    ("rule", "chunks"),
+    [
+        ({"bad_words": [["name", "name", "name"]]}, [5, 2]),  # the third "name" is looked at by itself
+        ({"bad_words": [["name"]]}, [5]),
+        ({"allowed_token_ids": ["x", "y", "}"]}, [5]),
+    ],
+)
+def test_a_run_ends_before_what_a_rule_may_forbid(rule: dict[str, list[Any]], chunks: list[int]) -> None:
+    def ids(value: Any) -> Any:
+        return SPELLINGS.index(value) if isinstance(value, str) else [ids(one) for one in value]
+
+    simulation = one(RUN, rules=LogitRules(**{name: ids(value) for name, value in rule.items()}))
+    simulation.drain()
+    assert [count for plan in simulation.plans for count in plan.chunk_lens] == chunks
 
 
 def test_best_of_ranks_outputs_that_all_follow_the_grammar() -> None:
@@ -251,7 +311,7 @@ def mask_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def finished_rows_keep_their_masks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Constrained, "_allowed", lambda self, sequence, position: constrained._bits([3], self._words))
+    patch.setattr(Constrained, "_allowed", lambda self, step, sequence, position: constrained._bits([3], self._words))
 
 
 def run_begins_too_late(patch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ class Told(Simulation):
                 known[offset:] = [found[place] for place in range(start, start + count) if place in found]
                 self.outputs.setdefault((rid, seq), [])[offset:] = message.ids[start : start + count].tolist()
                 start += count
+            self.finished |= {(one.rid, one.seq): one for one in message.finished}
             self.done |= {done.rid: done for done in message.done}
             if acknowledge:
                 self.scheduler.streams.acknowledge([done.rid for done in message.done])

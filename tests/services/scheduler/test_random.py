@@ -118,7 +118,7 @@ class Driver:
             ends = [constrained_output(prompt, grammar, max_tokens, temperature, one) for one in seeds]
             outputs, reasons = [output for output, _ in ends], [reason for _, reason in ends]
         generated = [output[: rng.randint(0, len(output))] for output in outputs] if rng.random() < 0.2 else None
-        kind: dict[str, Any] = {}
+        kind: dict[str, Any] = {"logprobs": 1} if grammar is not None and generated is None and rid % 2 else {}
         if self.held and grammar is None and rng.random() < 0.4:  # n of these, which only their end tells
             generated, n = None, min(n, 2)
             if rng.random() < 0.5:
@@ -151,7 +151,7 @@ class Driver:
             assert "beams of" in error.message, error.message
             del self.salted[rid]
             return
-        if kind:
+        if grammar is None and kind:
             reasons = ["stop" if output[-1] == EOS else "length" for output in outputs]
         self.expected |= {(rid, index): output for index, output in enumerate(outputs)}
         self.reasons |= {(rid, index): reason for index, reason in enumerate(reasons)}
