@@ -87,6 +87,18 @@ def check_messages(messages: list[Message]) -> None:
                 raise RequestError(text, code="missing_required_parameter", param=param)
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
+def style_variables(effort: str | None, verbosity: str | None) -> dict[str, Any]:
+    """How an answer shall be, as the variables by which chat templates know of it; most know of none."""
+    variables: dict[str, Any] = {"reasoning_effort": effort, "verbosity": verbosity}
+    if effort == "none":
+        variables["enable_thinking"] = False
+    return {name: value for name, value in variables.items() if value is not None}
+
+
 def template_variables(
     given: dict[str, Any] | None,
     add_generation_prompt: bool | None,

@@ -18,6 +18,7 @@ MAX_DEPTH = 200
 WITHOUT_EFFECT: dict[str, type] = {
     "metadata": dict,
     "prompt_cache_key": str,
+    "prompt_cache_options": dict,
     "prompt_cache_retention": str,
     "safety_identifier": str,
     "service_tier": str,
@@ -38,6 +39,7 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),

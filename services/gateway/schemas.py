@@ -7,12 +7,19 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, ValidationInfo
 
-from services.gateway.conversation import Messages, check_messages, template_variables
+from services.gateway.conversation import (
+    Effort,
+    Messages,
+    Verbosity,
+    check_messages,
+    style_variables,
+    template_variables,
+)
 from services.gateway.fields import drop_without_effect, shown, unknown_field
 from services.gateway.model import Limits, Model, invalid, limits_of
 from services.gateway.structured import AnySchema, Choices, ResponseFormat, StructuredOutputs, Text, grammar_of
 from services.gateway.token_ids import AllowedIds, LogitBias, LogprobIds, Prompts, StopIds
-from services.gateway.tools import Choice, NamedTool, Tool, check_choice, use_of
+from services.gateway.tools import AllowedTools, Choice, NamedTool, Tool, check_choice, use_of
 from shared.errors import RequestError
 from shared.grammar import GrammarSpec
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
@@ -274,9 +281,13 @@ class ChatRequest(GenerationRequest):
     top_logprobs: LogprobCount = None
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Annotated[str | NamedTool | None, PlainValidator(check_choice, json_schema_input_type=Choice)] = None
+    tool_choice: Annotated[
+        str | NamedTool | AllowedTools | None, PlainValidator(check_choice, json_schema_input_type=Choice)
+    ] = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -308,8 +319,12 @@ class ChatRequest(GenerationRequest):
     @property
     def template_variables(self) -> dict[str, Any]:
         """What the chat template is given beside messages and tools. Raises RequestError."""
+        style = style_variables(self.reasoning_effort, self.verbosity)
         return template_variables(
-            self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message, self.documents
+            {**style, **(self.chat_template_kwargs or {})},
+            self.add_generation_prompt,
+            self.continue_final_message,
+            self.documents,
         )
 
     def check(self) -> None:

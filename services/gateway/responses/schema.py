@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from services.gateway.conversation import check_count
+from services.gateway.conversation import Effort, Verbosity, check_count
 from services.gateway.fields import shown
 from services.gateway.kinds import by_type, pick
 from services.gateway.model import Model, invalid
@@ -220,13 +220,13 @@ Format = Annotated[
 
 class TextConfig(Model):
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class Reasoning(Model):
     """effort goes to the chat template; summaries are not made."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -279,6 +279,7 @@ class ResponsesRequest(Sampled):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None

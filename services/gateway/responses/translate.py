@@ -31,8 +31,6 @@ NAMES = {
 def chat_request(asked: ResponsesRequest, limits: Limits) -> ChatRequest:
     """Raises RequestError, with the names of chat requests."""
     tools, choice = _tools(asked)
-    effort = asked.reasoning.effort if asked.reasoning is not None else None
-    options = {"reasoning_effort": effort, "enable_thinking": False if effort == "none" else None}
     body: dict[str, Any] = {
         **asked.model_dump(include=set(Sampled.model_fields), exclude_none=True),
         "messages": _messages(asked),
@@ -43,10 +41,9 @@ def chat_request(asked: ResponsesRequest, limits: Limits) -> ChatRequest:
         "tool_choice": choice,
         "parallel_tool_calls": asked.parallel_tool_calls,
         "response_format": _format(asked),
-        "chat_template_kwargs": {
-            **{name: value for name, value in options.items() if value is not None},
-            **(asked.chat_template_kwargs or {}),
-        },
+        "reasoning_effort": asked.reasoning.effort if asked.reasoning is not None else None,
+        "verbosity": asked.text.verbosity if asked.text is not None else None,
+        "chat_template_kwargs": asked.chat_template_kwargs,
     }
     chat = validate(ChatRequest, {name: value for name, value in body.items() if value is not None}, limits)
     chat.check()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from openai.resources.chat.completions import Completions
+from openai.resources.completions import Completions as TextCompletions
 
-from services.gateway.model import Limits
+from services.gateway.fields import drop_without_effect
+from services.gateway.model import Limits, Model
 from services.gateway.schemas import ChatRequest, CompletionRequest, validate
 from shared.errors import RequestError
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
@@ -92,3 +96,43 @@ def test_named_tokens_that_cannot_be(body: dict[str, Any], message: str) -> None
     with pytest.raises(RequestError, match=message) as caught:
         completion(**body)
     assert caught.value.param == "logprob_token_ids" and caught.value.status == 400
+
+
+def asked_chat(**body: Any) -> ChatRequest:
+    asked = validate(ChatRequest, {"messages": [{"role": "user", "content": "a"}], **body}, LIMITS)
+    asked.check()
+    return asked
+
+
+def test_effort_and_verbosity_are_variables_of_the_template() -> None:
+    assert asked_chat(reasoning_effort="low").template_variables == {"reasoning_effort": "low"}
+    quiet = asked_chat(reasoning_effort="none", verbosity="high", chat_template_kwargs={"verbosity": "low", "x": 1})
+    assert quiet.template_variables == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+        "verbosity": "low",
+        "x": 1,
+    }
+    with pytest.raises(RequestError, match=r"reasoning_effort: .*got 'some'") as caught:
+        asked_chat(reasoning_effort="some")
+    assert caught.value.param == "reasoning_effort"
+
+
+def test_only_allowed_tools_are_tools() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "abc"]
+    allowed = {"mode": "required", "tools": [tools[2], tools[0]]}
+    use = asked_chat(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}).tool_use
+    assert use is not None and use.choice == "required"
+    assert [tool["function"]["name"] for tool in use.tools] == ["a", "c"]
+    allowed["tools"] = [{"type": "function", "function": {"name": "d"}}]
+    with pytest.raises(RequestError, match="'d' is not among the tools") as caught:
+        asked_chat(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}).tool_use  # noqa: B018
+    assert caught.value.param == "tool_choice.allowed_tools.tools.0.function.name"
+
+
+@pytest.mark.parametrize(("method", "model"), [(Completions, ChatRequest), (TextCompletions, CompletionRequest)])
+def test_openais_own_client_has_no_field_that_is_not_known(method: Any, model: type[Model]) -> None:
+    """Each is honoured, has no effect or is refused with a reason; null never asks for anything."""
+    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    names = inspect.signature(method.create).parameters.keys() - own
+    drop_without_effect(dict.fromkeys(names), model.model_fields)
