@@ -47,7 +47,8 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 
 
 async def batch(client: Client, kind: list[dict[str, Any]], requests: int, tokens: int, seed: int) -> float:
-    """Tokens/s of ``requests`` that are sent together, each with the next of the kind's parameters."""
+    """Tokens/s of ``requests`` that are sent together, each with the next of the kind's parameters. A seed of its own
+    keeps a batch's prompts out of the prefix cache."""
     rng = random.Random(seed)
     bodies = [
         {
@@ -75,8 +76,9 @@ async def measure(address: Address, requests: int, tokens: int, rounds: int) -> 
         for kind in KINDS.values():  # unmeasured
             await batch(client, kind, requests, min(tokens, 4), 1)
         for round_ in range(rounds):
-            for name, kind in KINDS.items():
-                rate = await batch(client, kind, requests, tokens, 1000 * (round_ + 1))
+            for place, (name, kind) in enumerate(KINDS.items()):
+                seed = requests * (1 + round_ * len(KINDS) + place)
+                rate = await batch(client, kind, requests, tokens, seed)
                 found[name].append(rate)
                 print(f"round {round_ + 1}: {name}: {rate:.0f} tokens/s", file=sys.stderr)
     return found

@@ -20,6 +20,7 @@ namespace {
 
 constexpr int kKeys = 128;
 constexpr int kRows = 96;  // of a query tile, about
+constexpr int kPackRows = 8;  // packing a tile of keys and values takes about as long as so many rows of the two products
 
 constexpr int kPanel = kAttentionPanel;
 
@@ -118,9 +119,13 @@ PrefillPlan::PrefillPlan(const QuireSequences& sequences, const int32_t* cu_seql
   const int group = heads / kv_heads;
   int64_t rows = 0;
   for (int s = 0; s < sequences.count; ++s) rows += int64_t(cu_seqlens[s + 1] - cu_seqlens[s]) * heads;
-  // Smaller tiles when there would not be enough of them for all threads.
+  // Smaller tiles share work better among threads; but each packs all keys and values again.
+  const auto busiest = [&](int64_t tile) {
+    return ((rows + tile - 1) / tile + threads - 1) / threads * (tile + kPackRows);
+  };
   int64_t wanted = kRows;
-  while (wanted > kTileRows && rows / wanted < 4 * threads) wanted /= 2;
+  for (int64_t smaller = kRows / 2; smaller >= kTileRows; smaller /= 2)
+    if (busiest(smaller) < busiest(wanted)) wanted = smaller;
   const int tile = std::max(1, int(wanted) / group);
   for (int s = 0; s < sequences.count; ++s) {
     const int fresh = cu_seqlens[s + 1] - cu_seqlens[s], start = sequences.seq_lens[s] - fresh;
