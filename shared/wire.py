@@ -297,7 +297,8 @@ class Finished:
     """The one end of a sequence. reason: stop, length, abort or error. ``tokens`` is its output length.
 
     stop_reason: the stop string, or the stop token id in decimal, or empty (EOS, length). message: why, for error.
-    code: a stable word for the error, such as queue_timeout.
+    code: a stable word for the error, such as queue_timeout. reasoning_tokens: of these tokens, those of reasoning; the
+    tokenizer's to tell, and None where no reasoning is looked for.
     """
 
     rid: int
@@ -307,6 +308,7 @@ class Finished:
     stop_reason: str = ""
     message: str = ""
     code: str = ""
+    reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

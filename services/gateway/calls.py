@@ -223,6 +223,13 @@ class Request:
         return self.done is not None or self.error is not None
 
     @property
+    def reasoning_tokens(self) -> int | None:
+        """Of all its sequences, once they are over; None where no reasoning is looked for."""
+        ends = [output.finished for output in self.outputs if output.finished is not None]
+        counts = [end.reasoning_tokens for end in ends if end.reasoning_tokens is not None]
+        return sum(counts) if counts else None
+
+    @property
     def lacks_prompt(self) -> bool:
         """Whether the prompt's logprobs are wanted, which come before any text, and are not here."""
         return self.submit.sampling.prompt_logprobs >= 0 and not self.prompt_logprobs

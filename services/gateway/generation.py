@@ -155,7 +155,11 @@ def usage_of(asked: GenerationRequest, requests: list[Request]) -> dict[str, Any
     """Of answers that are whole."""
     done = [request.done for request in requests if request.done is not None]
     usage = _usage(asked, sum(one.prompt_tokens for one in done), sum(one.completion_tokens for one in done))
-    return {**usage, "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in done)}}
+    usage["prompt_tokens_details"] = {"cached_tokens": sum(one.cached_tokens for one in done)}
+    reasoning = [request.reasoning_tokens for request in requests if request.reasoning_tokens is not None]
+    if reasoning:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+    return usage
 
 
 def usage_so_far(asked: GenerationRequest, requests: list[Request]) -> dict[str, Any]:

@@ -44,11 +44,18 @@ class PromptTokensDetails(Reply):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Reply):
+    reasoning_tokens: int
+
+
 class Usage(Reply):
+    """completion_tokens_details: only where reasoning is looked for."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class TopLogprob(Reply):

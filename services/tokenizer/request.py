@@ -69,6 +69,8 @@ class OutputSequence:
         self._logprobs: list[TokenLogprob] = []  # of all ids, where they are wanted
         self._ends: list[int] = []  # characters of text that cover each token and all before it; told ones once covered
         self._parser, self._shown = parser, shown
+        self._splitter = parser.splitter if parser is not None else None
+        self._raw_ends: list[int] = []  # as ``_ends``, of the text before it is parsed; for counting reasoning
         self._parsed = 0  # characters of text that the parser, if there is one, has taken in or that were told,
         self._unsent = ""  # and text after these, some of which may have to wait
         self._told: list[Piece] = []  # what was given out,
@@ -96,6 +98,8 @@ class OutputSequence:
                 skip = self._skip_special and id not in self._shown
                 self._grow(self._detokenizer.feed(self._pieces.get(id, skip)))
             self._ends.append(self._length + self._detokenizer.pending)
+            if self._splitter is not None:
+                self._raw_ends.append(self._ends[-1])
 
     def end(self, finished: Finished) -> None:
         """No more ids come: an incomplete character and a partial stop string are given out after all."""
@@ -131,6 +135,21 @@ class OutputSequence:
             start += len(text)
         first = min(bisect_left(self._ends, offset, 0, self._covered), self._covered)
         return self._chunks(offset, pieces, first)
+
+    def ending(self) -> Finished | None:
+        """How it finished, with the count of its reasoning, which is right once the last text was taken.
+
+        A token is of reasoning if its text begins before the end of ``</think>``; so the markers' own are. Where that
+        never came all tokens are, but for the silent ones.
+        """
+        if self.finished is None or self._splitter is None:
+            return self.finished
+        end = self._splitter.reasoning_end
+        if end is None:
+            count = sum(id not in self._silent for id in self.ids)
+        else:
+            count = min(bisect_left(self._raw_ends, end) + 1, len(self.ids)) if end else 0
+        return replace(self.finished, reasoning_tokens=count)
 
     def offset_of_token(self, count: int) -> int:
         """Characters that a receiver with the first ``count`` tokens has at least."""
@@ -253,8 +272,11 @@ class TextBatch:
             if request.return_ids:
                 self._ids += chunk.ids
 
-    def finish(self, finished: Finished) -> None:
-        self._finished.append(finished)
+    def finish(self, sequence: OutputSequence) -> None:
+        """Its end, if it has one; after all of its text."""
+        finished = sequence.ending()
+        if finished is not None:
+            self._finished.append(finished)
 
     def end(self, done: Done) -> None:
         self._done.append(done)

@@ -292,7 +292,7 @@ class Streams:
                     sequence.end(finished)
                     batch = batches[request.gateway]
                     batch.add(request, finished.seq, sequence.take())
-                    batch.finish(finished)
+                    batch.finish(sequence)
         for done in message.done:
             self._end(done, batches)
         for gateway, batch in batches.items():
@@ -337,9 +337,8 @@ class Streams:
         """Ends a sequence in which a stop string was found: the gateway hears it at once, the scheduler too."""
         if sequence.stop_string is not None and sequence.finished is None:
             keep = len(sequence.ids)
-            finished = Finished(request.rid, seq, keep, "stop", sequence.stop_string)
-            sequence.end(finished)
-            batch.finish(finished)
+            sequence.end(Finished(request.rid, seq, keep, "stop", sequence.stop_string))
+            batch.finish(sequence)
             self._to_scheduler(Stop(request.rid, seq, keep))
 
     def _end(self, done: Done, batches: defaultdict[bytes | None, TextBatch]) -> None:
@@ -397,7 +396,7 @@ class Streams:
                 if sequence.finished is None:
                     sequence.end(Finished(request.rid, seq, len(sequence.ids), "error", "", why))
                     batch.add(request, seq, sequence.take())
-                    batch.finish(Finished(request.rid, seq, len(sequence.ids), "error", "", why))
+                    batch.finish(sequence)
             completion = sum(len(sequence.ids) for sequence in request.sequences)
             request.done = Done(request.rid, request.prompt_tokens, 0, completion)
             request.done_at = request.told_at = self._clock()
@@ -460,8 +459,7 @@ class Streams:
 
     def _tell_ends(self, request: Request, batch: TextBatch) -> None:
         for sequence in request.sequences:
-            if sequence.finished is not None:
-                batch.finish(sequence.finished)
+            batch.finish(sequence)
         if request.done is not None:
             batch.end(request.done)
 

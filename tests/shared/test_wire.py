@@ -58,7 +58,7 @@ MESSAGES: list[wire.Message] = [
         [wire.PromptLogprobs(RID, wire.Logprobs([1, 2], [-2.0, -0.5], [1, 0], [7], [-1.0], [3, 1]))],
     ),
     wire.Text(
-        [RID], [0], [40], [3], ["hé"], [12], [2], int32([11, 12]), [wire.Finished(RID, 0, 12, "stop", "\n")],
+        [RID], [0], [40], [3], ["hé"], [12], [2], int32([11, 12]), [wire.Finished(RID, 0, 12, "stop", "\n", "", "", 5)],
         [wire.Done(RID, 3, 0, 12)],
         [wire.TextLogprobs(0, [wire.TokenLogprob(11, b"h", -0.5, 2, 40, [wire.Candidate(12, b"\xc3", -0.25)])])],
         [wire.PromptText(RID, [wire.TokenLogprob(7, b"a", None, 0, 0, [])])],

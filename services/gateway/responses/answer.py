@@ -211,7 +211,7 @@ def _usage(call: Call) -> dict[str, Any] | None:
         "input_tokens": done.prompt_tokens,
         "input_tokens_details": {"cached_tokens": done.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": done.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": request.reasoning_tokens or 0},
         "total_tokens": done.prompt_tokens + done.completion_tokens,
     }
 

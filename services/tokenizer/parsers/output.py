@@ -29,6 +29,7 @@ class OutputParser:
 
     def __init__(self, stages: Sequence[Transducer]) -> None:
         self._stages = stages
+        self.splitter = next((stage for stage in stages if isinstance(stage, ThinkSplitter)), None)
 
     @property
     def held(self) -> int:

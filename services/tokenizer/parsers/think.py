@@ -14,8 +14,12 @@ class ThinkSplitter(Transducer):
     White space beside the markers is part of them.
     """
 
+    reasoning_end: int | None
+    """Characters of the text up to the end of ``</think>``; 0 without reasoning, None while it is not closed."""
+
     def __init__(self, inside: bool) -> None:
         self._inside, self._plain = inside, False
+        self.reasoning_end = None if inside else 0
         super().__init__()
 
     def feed(self, text: str) -> list[Piece]:
@@ -26,6 +30,7 @@ class ThinkSplitter(Transducer):
     def _run(self) -> Run:
         char = yield from (self._skip_space((yield)) if self._inside else self._little_space((yield)))
         if (yield from self._match(OPEN, char)):
+            self.reasoning_end = None
             self._drop()
             char = yield from self._skip_space((yield))
         elif self._inside:
@@ -35,6 +40,7 @@ class ThinkSplitter(Transducer):
         if not (yield from self._until(CLOSE, REASONING, char)):
             self._release(REASONING)
             return END
+        self.reasoning_end = self._seen
         self._drop()
         yield from self._skip_space((yield))
         return (yield from self._rest())

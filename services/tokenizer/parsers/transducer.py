@@ -21,6 +21,7 @@ class Transducer(ABC):
 
     def __init__(self) -> None:
         self._open = self._last = ""
+        self._seen = 0  # characters that came in
         self._settled = False  # True: every character is decided the moment it comes
         self._pieces: list[Piece] = []
         self._channel, self._texts = -1, list[str]()  # the piece that grows
@@ -36,6 +37,7 @@ class Transducer(ABC):
         """Takes the next characters; what is certain now."""
         for character in text:
             self._last = character
+            self._seen += 1
             self._open += character
             self._program.send(character)
             if self._settled:

@@ -227,9 +227,15 @@ class Answer:
         self.send(Text([self.rid], [0], [offset], [channel], [text], [self.tokens], [len(ids)], int32(ids)))
 
     def finish(
-        self, reason: str = "stop", stop_reason: str = "", message: str = "", cached: int = 0, code: str = ""
+        self,
+        reason: str = "stop",
+        stop_reason: str = "",
+        message: str = "",
+        cached: int = 0,
+        code: str = "",
+        reasoning: int | None = None,
     ) -> None:
-        finished = Finished(self.rid, 0, self.tokens, reason, stop_reason, message, code)
+        finished = Finished(self.rid, 0, self.tokens, reason, stop_reason, message, code, reasoning)
         done = Done(self.rid, 5, cached, self.tokens)
         self.send(Text([], [], [], [], [], [], [], int32([]), [finished], [done]))
 

@@ -201,7 +201,7 @@ def think_talk_and_call(pipeline: Pipeline, reason: str = "stop") -> SubmitText:
         *(("talk", name_of(1)), ("{}", arguments_of(1))),
     ):
         answer.text(text, channel=channel)
-    answer.finish(reason)
+    answer.finish(reason, reasoning=2)
     return answer.submit
 
 
@@ -215,6 +215,7 @@ def test_reasoning_and_calls_are_items(pipeline: Pipeline, client: httpx.Client)
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
     thought, message, look, talk = response.output
     assert thought.type == "reasoning" and thought.content is not None and thought.content[0].text == "Hmm."
+    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens == 2
     assert message.type == "message" and response.output_text == "Let me see."
     assert look.type == "function_call" and (look.name, look.arguments) == ("look", '{"at": 1}')
     assert talk.type == "function_call" and (talk.name, talk.arguments) == ("talk", "{}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
@@ -33,7 +34,29 @@ def play(answer: Answer) -> None:
     answer.accept()
     for channel, text in ANSWER:
         answer.text(text, channel=channel)
-    answer.finish("stop")
+    answer.finish("stop", reasoning=2)
+
+
+@pytest.mark.parametrize("count", [None, 0, 3])
+def test_usage_counts_the_tokens_of_reasoning_where_a_parser_looks_for_it(
+    pipeline: Pipeline, client: httpx.Client, count: int | None
+) -> None:
+    details = None if count is None else {"reasoning_tokens": count}
+    posted = Posted(client, "/v1/chat/completions", CHAT)
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    answer.text("yes", tokens=4)
+    answer.finish("stop", reasoning=count)
+    usage = posted.response().json()["usage"]
+    assert ("completion_tokens_details" in usage) is (count is not None)
+    assert usage.get("completion_tokens_details") == details and usage["completion_tokens"] == 4
+    streamed = Streamed(client, "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}})
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    answer.text("yes", tokens=4)
+    answer.finish("stop", reasoning=count)
+    streamed.opened()
+    assert [chunk["usage"] for chunk in streamed.rest() if chunk != "[DONE]"][-1] == usage
 
 
 def test_what_reaches_the_tokenizer(pipeline: Pipeline, client: httpx.Client) -> None:

@@ -54,6 +54,44 @@ def test_one_byte_a_token(byte_level: Library) -> None:
     assert [id for chunk in chunks for id in chunk.ids] == ids
 
 
+@pytest.mark.parametrize(
+    ("text", "inside", "count"),
+    [
+        (ANSWER, False, 7 + 4 + 3 + 3 + 1 + 8),  # <think>, "Hm, ", two characters of three bytes, ".", </think>
+        (f"\n{ANSWER}", False, 27),
+        ("ab</think>\n\nc", True, 2 + 8),
+        ("</think>c", True, 8),
+        ("<think>世界", False, 7 + 6),  # never closed: all of it
+        ("<thin", False, 0),
+        ("a<think>b</think>", False, 0),
+        ("", False, 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(byte_level: Library, text: str, inside: bool, count: int) -> None:
+    """One token for each byte, and a silent end that is of no kind."""
+    ids, end = by_characters(byte_level, text) if text else [], 418
+    for cuts in ([], list(range(1, len(ids) + 1))):
+        stages = [ThinkSplitter(inside), Hermes(["f"], True)]
+        sequence = OutputSequence(Pieces(byte_level), silent=frozenset([end]), parser=OutputParser(stages))
+        run(sequence, [*ids, end], cuts)
+        ending = sequence.ending()
+        assert ending is not None and (ending.tokens, ending.reasoning_tokens) == (len(ids) + 1, count)
+    plain = OutputSequence(Pieces(byte_level), parser=OutputParser([Hermes(["f"], True)]))
+    run(plain, ids, [])
+    assert plain.ending() == Finished(1, 0, len(ids), "length"), "no reasoning is looked for"
+
+
+def test_a_token_over_the_end_of_reasoning_counts_once_and_one_of_nothing_does_not(byte_level: Library) -> None:
+    library = toy.byte_level()
+    library.add_tokens([AddedToken("</think>\n\nSo", normalized=False)])
+    library.add_special_tokens([AddedToken("<skipped>", special=True, normalized=False)])
+    ids = [*by_characters(byte_level, "ab"), *library.encode("</think>\n\nSo<skipped> it").ids]
+    sequence = OutputSequence(Pieces(library), parser=OutputParser([ThinkSplitter(True)]))
+    assert pieces_of(run(sequence, ids, [])) == [(REASONING, "ab"), (CONTENT, "So it")]
+    ending = sequence.ending()
+    assert ending is not None and ending.reasoning_tokens == 3
+
+
 def test_a_marker_in_halves_beside_a_stop_string(byte_level: Library) -> None:
     """While a stop string holds text back ``</think>`` comes over two tokens: nothing leaks, and ids wait with their
     text (vllm #51641, #45636).
@@ -102,8 +140,10 @@ def test_streamed_equals_whole_for_any_tokens_and_any_cuts(byte_level: Library, 
 
     streamed = sequence()
     chunks = run(streamed, ids, cuts)
-    whole = run(sequence(), ids, [])
+    ended = sequence()
+    whole = run(ended, ids, [])
     assert pieces_of(chunks) == pieces_of(whole)
+    assert streamed.ending() == ended.ending()
     assert [id for chunk in chunks for id in chunk.ids] == streamed.ids
     offset = tokens = 0
     for chunk in chunks:
