@@ -36,6 +36,9 @@ WALK = 8
 """Tokens, and all that is forced between them, for which a new grammar is followed."""
 WHITESPACE = r" |\n[ \t]{0,32}"
 """Between the tokens of a JSON text: a small model that may write blanks for ever does."""
+MOST_OPTIONAL, MOST_OPTIONAL_CLOSED, MOST_BEFORE_REQUIRED = 248, 250, 333
+"""Optional properties that fit in a row of ``new_matcher``: of an object with none that is required, open or with
+``additionalProperties`` false, and those before the first that is required; behind that one there is no limit."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,7 +89,9 @@ def serialize(kind: str, text: str) -> str:
     try:
         match kind:
             case "json":
-                return str(LLMatcher.grammar_from_json_schema(json.dumps(_with_whitespace(json.loads(text)))))
+                schema = json.loads(text)
+                _check_objects(schema, "")
+                return str(LLMatcher.grammar_from_json_schema(json.dumps(_with_whitespace(schema))))
             case "regex":
                 # As in JavaScript and JSON Schema, \d and \w are ASCII: who asks for digits wants no others.
                 return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dw')}/"))
@@ -106,6 +111,28 @@ def serialize(kind: str, text: str) -> str:
     except Exception as error:  # GBNF is converted by patterns, and what they stumble over raises anything
         raise GrammarError(str(error)[:300]) from error
     raise GrammarError(f"there is no kind of grammar {kind!r}")
+
+
+def _check_objects(schema: object, path: str) -> None:
+    """Raises GrammarError for an object that would fail once it is reached, which may be long after its beginning."""
+    if isinstance(schema, list):
+        for place, item in enumerate(schema):
+            _check_objects(item, f"{path}/{place}")
+    if not isinstance(schema, dict):
+        return
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict) and "object" in schema.get("type", "object"):
+        limit = MOST_OPTIONAL_CLOSED if schema.get("additionalProperties") is False else MOST_OPTIONAL
+        names = list(properties)
+        if isinstance(required, list) and required:
+            limit = MOST_BEFORE_REQUIRED
+            names = names[: next((place for place, name in enumerate(names) if name in required), None)]
+        if len(names) > limit:
+            where = f"{path}/properties"[-100:]
+            raise GrammarError(f"{where}: {len(names)} optional properties in a row, more than {limit}")
+    for key, value in schema.items():
+        if key not in ("const", "default", "enum", "examples"):
+            _check_objects(value, f"{path}/{key}")
 
 
 def _with_whitespace(schema: object) -> object:
