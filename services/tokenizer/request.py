@@ -61,6 +61,7 @@ class OutputSequence:
         self.ids: list[int] = []
         self.finished: Finished | None = None
         self.stop_string: str | None = None
+        self.surplus = 0  # tokens that the scheduler counts after the one that completed the stop string
         self.resume_asked = float("-inf")
         self._pieces, self._detokenizer = pieces, pieces.detokenizer()
         self._matcher = StopMatcher(stops) if stops is not None else None

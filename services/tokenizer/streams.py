@@ -148,7 +148,9 @@ class Streams:
     def _sequences(self, message: SubmitText, prompt: Prompt, limits: Welcome) -> list[OutputSequence]:
         """Fresh sequences, or those of a request that was under way elsewhere, at the text its tokens stand for."""
         rules = message.sampling.rules
-        silent = frozenset(message.sampling.stop_token_ids)
+        silent = frozenset[int]()
+        if not message.include_stop_str_in_output:
+            silent |= frozenset(message.sampling.stop_token_ids)
         if not message.sampling.ignore_eos:
             silent |= frozenset(limits.eos_ids)
         sequences = [
@@ -284,9 +286,11 @@ class Streams:
         self._detokenized.inc(new)
         for finished in message.finished:
             found = self._find(finished.rid, finished.seq)
-            if found is not None and found[1].finished is None:
+            if found is not None:
                 request, sequence = found
-                if finished.tokens > len(sequence.ids):
+                if sequence.finished is not None:
+                    sequence.surplus = max(0, finished.tokens - len(sequence.ids))
+                elif finished.tokens > len(sequence.ids):
                     self._ask(request, finished.seq, sequence)
                 else:
                     sequence.end(finished)
@@ -353,7 +357,8 @@ class Streams:
                 if sequence.finished is None:
                     self._ask(request, seq, sequence)
             return
-        request.done = done
+        surplus = sum(sequence.surplus for sequence in request.sequences)
+        request.done = done = replace(done, completion_tokens=done.completion_tokens - surplus)
         request.done_at = request.told_at = self._clock()
         if request.gateway is None:
             self.acknowledge([request.rid])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -202,8 +203,25 @@ def test_a_stop_wins_over_a_crossing_length(table: Table, byte_level: Library) -
         (text,) = table.taken(Text)
         assert text.texts == ["ab"] and text.token_counts == [3]
         assert text.finished == [Finished(1, 0, 3, "stop", "c")]
+        assert text.done == [Done(1, 3, 0, 3)]  # what came after the stop is nothing that was asked for
         table.streams.tokens(Tokens(2, [], [], [], [], int32([]), [Finished(1, 0, 3, "stop")], [Done(1, 3, 0, 3)]))
         assert all(message.finished == [] for message in table.taken(Text))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("include", "wanted"), [(False, "ab"), (True, "abc")])
+def test_the_text_of_a_stop_token(table: Table, byte_level: Library, include: bool, wanted: str) -> None:
+    async def main() -> None:
+        ids = [byte_level.token_to_id(letter) for letter in "abc"]
+        sampling = SamplingParams(max_tokens=50, stop_token_ids=[ids[-1]])
+        table.gate.open.set()
+        table.streams.submit(GATEWAY, replace(submit(include_stop_str_in_output=include), sampling=sampling), LIMITS)
+        await table.settle()
+        table.streams.accept(Accept(1, 3))
+        table.streams.tokens(tokens(1, 0, ids, end="stop"))
+        (text,) = table.taken(Text)
+        assert "".join(text.texts) == wanted and text.token_counts == [3]
 
     asyncio.run(main())
 
