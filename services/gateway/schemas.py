@@ -19,7 +19,7 @@ from services.gateway.fields import drop_without_effect, shown, unknown_field
 from services.gateway.model import Limits, Model, invalid, limits_of
 from services.gateway.structured import AnySchema, Choices, ResponseFormat, StructuredOutputs, Text, grammar_of
 from services.gateway.token_ids import AllowedIds, LogitBias, LogprobIds, Prompts, StopIds
-from services.gateway.tools import AllowedTools, Choice, NamedTool, Tool, check_choice, use_of
+from services.gateway.tools import ChatAllowedTools, Choice, NamedTool, Tool, check_choice, use_of
 from shared.errors import RequestError
 from shared.grammar import GrammarSpec
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
@@ -282,7 +282,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Annotated[
-        str | NamedTool | AllowedTools | None, PlainValidator(check_choice, json_schema_input_type=Choice)
+        str | NamedTool | ChatAllowedTools | None, PlainValidator(check_choice, json_schema_input_type=Choice)
     ] = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None

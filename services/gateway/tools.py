@@ -49,17 +49,17 @@ class AllowedList(Model):
     tools: list[NamedTool] = Field(min_length=1, fail_fast=True)
 
 
-class AllowedTools(Model):
+class ChatAllowedTools(Model):
     """A tool_choice that names those of the tools that may be called; the model is not shown the others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedList
 
 
-Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools | None
+Choice = Literal["none", "auto", "required"] | NamedTool | ChatAllowedTools | None
 
 
-def check_choice(value: Any) -> str | NamedTool | AllowedTools | None:
+def check_choice(value: Any) -> str | NamedTool | ChatAllowedTools | None:
     if value is None or (isinstance(value, str) and value in MODES):
         return value
     if isinstance(value, dict) and value.get("type") == "function":
@@ -67,12 +67,14 @@ def check_choice(value: Any) -> str | NamedTool | AllowedTools | None:
         if value.keys() == {"type", "function"} and isinstance(function, dict) and function.keys() == {"name"}:
             return NamedTool.model_validate(value)
     if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        return AllowedTools.model_validate(value)
+        return ChatAllowedTools.model_validate(value)
     named = "{'type': 'function', 'function': {'name': string}}"
     raise invalid(f"should be 'none', 'auto', 'required' or {named}, got {shown(value)}")
 
 
-def use_of(tools: list[Tool] | None, choice: str | NamedTool | AllowedTools | None, parallel: bool) -> ToolUse | None:
+def use_of(
+    tools: list[Tool] | None, choice: str | NamedTool | ChatAllowedTools | None, parallel: bool
+) -> ToolUse | None:
     """What a tokenizer needs to know of the tools; None when there are none. Raises RequestError for what cannot be."""
     if not tools:
         if choice not in (None, "none"):
@@ -83,7 +85,7 @@ def use_of(tools: list[Tool] | None, choice: str | NamedTool | AllowedTools | No
         if name in names[:index]:
             param = f"tools.{index}.function.name"
             raise RequestError(f"{param}: {name!r} is the name of another tool too", param=param)
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, ChatAllowedTools):
         allowed = [tool.function.name for tool in choice.allowed_tools.tools]
         for index, name in enumerate(allowed):
             if name not in names:
