@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from pathlib import Path
 
 import torch
 
 from kernels.cpu.pages import HUGE, Pages, empty, populate
+from tests.kernels.cpu.mapped import resident
 
 
 def test_pieces_are_aligned_and_apart() -> None:
@@ -38,16 +37,8 @@ def test_populated_memory_is_there_before_it_is_written_to() -> None:
     layers = empty((4, HUGE), torch.uint8)
     layers[1, HUGE // 2] = 7
     assert populate(layers[1:3])
-    assert 2 * HUGE <= _resident(layers) < 4 * HUGE
+    assert 2 * HUGE <= resident(layers) < 4 * HUGE
     assert layers[1, HUGE // 2] == 7
-
-
-def _resident(tensor: torch.Tensor) -> int:
-    """Bytes of ``tensor``, whose pages are whole, that have memory behind them."""
-    pages = tensor.nbytes // mmap.PAGESIZE
-    present = (ctypes.c_ubyte * pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), present) == 0
-    return sum(flags & 1 for flags in present) * mmap.PAGESIZE
 
 
 def _flags(address: int) -> list[str]:

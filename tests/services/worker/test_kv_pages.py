@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import time
 from collections.abc import Callable
 
@@ -11,14 +9,9 @@ import torch
 
 from kernels.cpu import pages
 from services.worker.kv_pages import KvPages
+from tests.kernels.cpu.mapped import resident
 
 MIB = 1 << 20
-
-
-def resident(tensor: torch.Tensor) -> int:
-    present = (ctypes.c_ubyte * (tensor.nbytes // mmap.PAGESIZE))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), present) == 0
-    return sum(flags & 1 for flags in present) * mmap.PAGESIZE
 
 
 def wait_for(what: str, condition: Callable[[], bool]) -> None:
