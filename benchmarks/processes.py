@@ -83,7 +83,8 @@ class Meter:
         """Share of the machine that others used, 0 to 1."""
         ours = sum(self.used().values()) + time.process_time() - self._own
         most = (time.perf_counter() - self._time) * (os.cpu_count() or 1)
-        return max(0.0, machine_cpu() - self._machine - ours) / most
+        # The kernel counts in ticks: over a few milliseconds one tick can be more than the machine had.
+        return min(1.0, max(0.0, machine_cpu() - self._machine - ours) / most)
 
 
 async def rest(most: float) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,23 @@ time.sleep(60)
 """
 
 
+def test_the_share_of_others_counts_only_them() -> None:
+    spinner = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(spinner) as other:
+        try:
+            time.sleep(0.5)  # an interpreter's start is not what is measured
+            everybody, others = processes.Meter([]), processes.Meter([other.pid])
+            time.sleep(1)
+            used, all_share, others_share = others.used()[other.pid], everybody.others_share(), others.others_share()
+        finally:
+            other.kill()
+    cores = os.cpu_count() or 1
+    assert 0 < used <= 1.5
+    assert 0.9 * used / cores <= all_share <= 1
+    # One asks a moment after the other, and ticks are 10 ms.
+    assert others_share == pytest.approx(all_share - used / cores, abs=0.1)
+
+
 def test_memory_and_cpu_of_a_tree(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
@@ -91,7 +110,7 @@ def test_memory_and_cpu_of_a_tree(tmp_path: Path) -> None:
             assert 100 << 20 < asyncio.run(watch())["anon"] < 160 << 20
             meter = processes.Meter(pids)
             assert sum(meter.used().values()) <= 0.02  # both sleep
-            assert 0 <= meter.others_share() <= 1.5
+            assert 0 <= meter.others_share() <= 1
             cpu = processes.cpu_seconds(pids)
             assert all(0.45 < used < 1.5 for used in cpu.values())
         finally:
