@@ -161,7 +161,7 @@ class OutputSequence:
             return [(CONTENT, text)] if text else []
         pieces = self._parser.feed(text)
         if self._over:
-            pieces += self._parser.finish()
+            pieces += self._parser.finish(self._cut)
         return joined(pieces)
 
     def _cover(self) -> None:
@@ -183,6 +183,12 @@ class OutputSequence:
         new = slice(first, self._covered)
         chunks.append(Chunk(offset, text, self._covered, self.ids[new], self._logprobs[new], channel))
         return chunks
+
+    @property
+    def _cut(self) -> bool:
+        """Whether the text is complete although the model would have gone on."""
+        finished = self.finished
+        return finished is None or finished.reason != "stop" or bool(finished.stop_reason)
 
     @property
     def _length(self) -> int:

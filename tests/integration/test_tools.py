@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from tests.integration.server import Server, serve
 
@@ -79,13 +80,35 @@ def test_a_result_is_fed_back_and_answered(client: openai.OpenAI, server: Server
     assert answer.finish_reason in ("stop", "length") and answer.message.content and not answer.message.tool_calls
 
 
-def test_several_answers_and_a_stop_in_the_middle_of_a_call(client: openai.OpenAI, server: Server) -> None:
+@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+def test_a_demanded_call_cut_anywhere_is_no_content(client: openai.OpenAI, server: Server, choice: Any) -> None:
+    """Whole and streamed: nothing before the call's name is whole, then the arguments as far as they came."""
+    fields: Any = {"tool_choice": choice, "parallel_tool_calls": False}
+    [full] = ask(client, server, **fields).choices[0].message.tool_calls
+    seen = set()
+    for tokens in (1, 2, 4, 7, 10, 13, 16, 20):
+        whole = ask(client, server, max_tokens=tokens, **fields).choices[0]
+        called = whole.message.tool_calls or []
+        assert whole.finish_reason == "length" and not whole.message.content
+        assert [one.function.name for one in called] in ([], [full.function.name])
+        assert all(full.function.arguments.startswith(one.function.arguments) for one in called)
+        state = ChatCompletionStreamState()
+        for chunk in ask(client, server, max_tokens=tokens, stream=True, **fields):
+            assert not chunk.choices[0].delta.content
+            state.handle_chunk(chunk)
+        streamed = state.current_completion_snapshot.choices[0]
+        assert streamed.finish_reason == "length"
+        calls = [(one.function.name, one.function.arguments) for one in streamed.message.tool_calls or []]
+        assert calls == [(one.function.name, one.function.arguments) for one in called]
+        seen.add(called[0].function.arguments if called else None)
+    assert None in seen and len(seen) > 2
+
+
+def test_several_answers(client: openai.OpenAI, server: Server) -> None:
     choices = ask(client, server, tool_choice=NAMED, n=3, temperature=1, seed=7).choices
     assert len({choice.message.tool_calls[0].id for choice in choices}) == 3
     for choice in choices:
         jsonschema.validate(json.loads(choice.message.tool_calls[0].function.arguments), WEATHER)
-    cut = ask(client, server, tool_choice=NAMED, max_tokens=16).choices[0]
-    assert cut.finish_reason == "length"
 
 
 def test_a_schema_that_cannot_be_is_refused(client: openai.OpenAI, server: Server) -> None:

@@ -2,7 +2,8 @@
 
 The name is told once it is complete, and from then on the arguments are told character by character, exactly as the
 model writes them. What turns out to be no call before its name is told becomes content, markers included; what breaks
-off later stays arguments. So nothing the model wrote is lost, and no answer fails because of it.
+off later stays arguments. So nothing the model wrote is lost, and no answer fails because of it. Only where the text
+was cut (``max_tokens``) the beginning of a call without a whole name is not told.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ class Malformed(Exception):
 
 
 class CallTransducer(Transducer):
-    """names: of the functions that may be called. parallel: False drops every call after the first."""
+    """names: of the functions that may be called. parallel: False drops every call after the first.
 
-    def __init__(self, names: Iterable[str], parallel: bool) -> None:
+    demanded: the answer is held to calls, so whatever begins one is one.
+    """
+
+    def __init__(self, names: Iterable[str], parallel: bool, demanded: bool = False) -> None:
         self.calls = 0
-        self._names, self._parallel = frozenset(names), parallel
+        self._names, self._parallel, self._demanded = frozenset(names), parallel, demanded
         self._named = self._argued = False  # whether the call under way has told its name, its arguments
         super().__init__()
 
@@ -36,12 +40,17 @@ class CallTransducer(Transducer):
     def written(name: str, arguments: str) -> str:
         """A call as models of this format write it; arguments: JSON."""
 
-    def _attempt(self, call: Run, marker: str) -> Run:
-        """Runs ``call``. If it breaks off, text up to ``marker``, which is left open, is content or stays arguments."""
+    def _attempt(self, call: Run, marker: str, *, marked: bool = True) -> Run:
+        """Runs ``call``. If it is none, text up to ``marker``, which is left open, is content or stays arguments.
+
+        marked: a marker said that it is one, so that where the text is cut nobody has to guess.
+        """
         try:
             return (yield from call)
         except Malformed:
             if not self._named:
+                if self._cut and (marked or self._follows_calls or self._names_function()):
+                    self._drop()
                 self._release(CONTENT, keep=len(self._last))
                 return self._last
         self._named = self._settled = False
@@ -49,6 +58,19 @@ class CallTransducer(Transducer):
         if not (yield from self._until(marker, channel, self._last)):
             self._release(channel)
         return self._last
+
+    @property
+    def _follows_calls(self) -> bool:
+        return self._demanded or self.calls > 0
+
+    def _begins(self, marker: str) -> bool:
+        return super()._begins(marker) or (self._follows_calls and marker.startswith(self._open.lstrip()))
+
+    def _names_function(self) -> bool:
+        """Whether what is open may be the beginning of a call of a known function, as models write it."""
+        begun = "".join(self._open.split())
+        calls = (f'{key}"name":"{name}"' for key in ("{", '{"type":"function",') for name in self._names)
+        return any(call.startswith(begun) for call in calls)
 
     def _object(self, char: str, strict: bool = False) -> Run:
         """A call as a JSON object that begins with ``char``.

@@ -33,7 +33,7 @@ class Llama3(CallTransducer):
     def _series(self, char: str, strict: bool) -> Run:
         while True:
             before = self.calls
-            char = yield from self._attempt(self._object(char, strict), PYTHON_TAG)
+            char = yield from self._attempt(self._object(char, strict), PYTHON_TAG, marked=not strict)
             if self.calls == before:
                 return char
             char = yield from self._skip_space(char)

@@ -42,10 +42,11 @@ class OutputParser:
             pieces = _through(stage, pieces)
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """cut: the model did not end it by itself."""
         pieces: list[Piece] = []
         for stage in self._stages:
-            pieces = _through(stage, pieces) + stage.finish()
+            pieces = _through(stage, pieces) + stage.finish(cut)
         return pieces
 
 
@@ -104,11 +105,12 @@ class OutputFormat:
         parse_calls = TOOL_PARSERS.get(self.tools) if use is not None and use.choice != "none" else None
         names = [tool["function"]["name"] for tool in use.tools] if use is not None else []
         parallel = use is None or use.parallel
+        demanded = use is not None and use.choice in ("required", "function")
 
         def make() -> OutputParser:
             stages: list[Transducer] = [ThinkSplitter(inside)] if self.reasoning else []
             if parse_calls is not None:
-                stages.append(parse_calls(names, parallel))
+                stages.append(parse_calls(names, parallel, demanded))
             return OutputParser(stages)
 
         return make if self.reasoning or parse_calls is not None else None

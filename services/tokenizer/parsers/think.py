@@ -33,6 +33,9 @@ class ThinkSplitter(Transducer):
             self.reasoning_end = None
             self._drop()
             char = yield from self._skip_space((yield))
+        elif self._cut and self._begins(OPEN):
+            self._drop()
+            return END
         elif self._inside:
             char = self._last
         else:

@@ -14,6 +14,8 @@ Piece = tuple[int, str]  # a channel (see shared.channels) and some of its text
 Run = Generator[None, str, str]  # takes characters, ends with the first one it does not want, or END
 END = ""  # what a coroutine is sent after the last character
 MAX_SPACE = 16  # characters of white space that may belong to a marker behind them
+TELLING = 3
+"""Characters of a marker that text which breaks off hardly ends with by chance: ``<to`` of ``<tool_call>``."""
 
 
 class Transducer(ABC):
@@ -22,6 +24,7 @@ class Transducer(ABC):
     def __init__(self) -> None:
         self._open = self._last = ""
         self._seen = 0  # characters that came in
+        self._cut = False  # whether the text broke off before its end
         self._settled = False  # True: every character is decided the moment it comes
         self._pieces: list[Piece] = []
         self._channel, self._texts = -1, list[str]()  # the piece that grows
@@ -44,9 +47,12 @@ class Transducer(ABC):
                 self._open = ""
         return self._take()
 
-    def finish(self) -> list[Piece]:
-        """No more text comes: what is left is decided."""
-        self._last = END
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """No more text comes: what is left is decided.
+
+        cut: the model would have gone on, so what may be the beginning of a marker is taken for one, and not told.
+        """
+        self._last, self._cut = END, cut
         try:
             self._program.send(END)
         except StopIteration:
@@ -87,6 +93,11 @@ class Transducer(ABC):
     def _drop(self) -> None:
         self._open = ""
 
+    def _begins(self, marker: str) -> bool:
+        """Whether what is open may be the beginning of ``marker``."""
+        begun = self._open.lstrip()
+        return len(begun) >= TELLING and marker.startswith(begun)
+
     # ---- reading: each takes the current character and ends with the first that it does not want ----
 
     def _space(self, char: str) -> Run:
@@ -123,6 +134,8 @@ class Transducer(ABC):
             if self._open.endswith(marker):
                 return True
             char = yield
+        if self._cut and self._begins(marker):
+            self._drop()
         return False
 
 

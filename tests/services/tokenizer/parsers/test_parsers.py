@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.tokenizer.parsers.calls import CallTransducer
 from services.tokenizer.parsers.hermes import Hermes
 from services.tokenizer.parsers.llama3 import Llama3
 from services.tokenizer.parsers.mistral import Mistral
@@ -125,12 +126,12 @@ CASES: dict[str, list[tuple[str, list[Piece]]]] = {
 }
 
 
-def parse(parser: Transducer | OutputParser, text: str, cuts: list[int]) -> list[Piece]:
+def parse(parser: Transducer | OutputParser, text: str, cuts: list[int], cut: bool = False) -> list[Piece]:
     pieces: list[Piece] = []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         pieces += parser.feed(text[start:end])
         assert 0 <= parser.held <= end
-    pieces += parser.finish()
+    pieces += parser.finish(cut)
     assert parser.held == 0
     return joined(pieces)
 
@@ -141,6 +142,64 @@ def parse(parser: Transducer | OutputParser, text: str, cuts: list[int]) -> list
 def test_a_format(form: str, text: str, expected: list[Piece]) -> None:
     assert parse(FORMATS[form](), text, []) == expected
     assert parse(FORMATS[form](), text, list(range(1, len(text)))) == expected
+
+
+CUT: list[tuple[type[CallTransducer], str, list[Piece]]] = [
+    (Hermes, "so\n\n<tool_c", [content("so")]),
+    (Hermes, "so\n\n<to", [content("so")]),
+    (Hermes, "if a <t", [content("if a <t")]),  # as likely as not text
+    (Hermes, 'so <tool_call>\n{"name": "f", "argu', [content("so"), (name_of(0), "f")]),
+    (Hermes, '<tool_call>{"name": "f"}</tool_call>\n<', call(0, "f", "{}")),
+    (Hermes, "<tool_call>f(1", [content("<tool_call>f(1")]),  # it was no call before the cut
+    (Llama3, '{"name": "get_wea', []),
+    (Llama3, '{"type": "function", "na', []),
+    (Llama3, '{"name": "Bob', [content('{"name": "Bob')]),  # JSON that is the answer
+    (Llama3, '{"type": "circle", "na', [content('{"type": "circle", "na')]),
+    (Llama3, '{"name": "f", "parameters": {}}; {"name": "Bo', call(0, "f", "{}")),
+    (Llama3, 'Sure.<|python_tag|>{"name": "Bo', [content("Sure.")]),
+    (Llama3, "Sure.<|pyth", [content("Sure.")]),
+    (Mistral, "so [TOOL_", [content("so")]),
+    (Mistral, "[TOOL_CALLS]get_wea", []),
+    (Mistral, '[TOOL_CALLS][{"name": "f", "arguments": {"a": "x"}}, {"na', call(0, "f", '{"a": "x"}')),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CUT)
+def test_a_call_that_is_cut_is_no_content(form: type[CallTransducer], text: str, expected: list[Piece]) -> None:
+    """Where the model ended there, it wrote this; where it was cut, nobody is told of markup."""
+    assert parse(form(NAMES, True), text, [], cut=True) == expected
+    assert parse(form(NAMES, True), text, list(range(1, len(text))), cut=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "before", "between", "key"),
+    [
+        (Hermes, "<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "arguments"),
+        (Llama3, "", "; ", "parameters"),
+        (Mistral, "[TOOL_CALLS][", ", ", "arguments"),
+    ],
+)
+def test_a_demanded_call_cut_anywhere(form: type[CallTransducer], before: str, between: str, key: str) -> None:
+    """Of each call there is nothing before its name is whole, and then so much of its arguments as came."""
+    arguments = '{"a": "</tool_call>;[", "b": [1]}'
+    text = f'{before}{{"name": "f", "{key}": {arguments}}}{between}{{"name": "get_weather", "{key}": {arguments}}}'
+    for end in range(len(text) + 1):
+        begun, expected = text[:end], list[Piece]()
+        for number, name in enumerate(("f", "get_weather")):
+            if f'"{name}"' in begun:
+                behind = begun.split(f'"name": "{name}", "{key}": ')[1:]
+                expected += call(number, name, behind[0][: len(arguments)] if behind else "")
+        pieces = parse(form(NAMES, True, True), begun, [], cut=True)
+        assert pieces == [piece for piece in expected if piece[1]], begun
+
+
+@pytest.mark.parametrize(
+    ("inside", "text", "expected"),
+    [(False, "\n<thi", []), (False, "<t", [content("<t")]), (True, "<think", []), (True, "Hm.\n</thi", "Hm.")],
+)
+def test_a_marker_of_reasoning_that_is_cut(inside: bool, text: str, expected: Any) -> None:
+    expected = [reasoning(expected)] if isinstance(expected, str) else expected
+    assert parse(OutputParser([ThinkSplitter(inside), Hermes(NAMES, True)]), text, [3], cut=True) == expected
 
 
 FRAGMENTS = [
@@ -156,19 +215,19 @@ def test_any_text_cut_anywhere_gives_the_same_pieces(data: st.DataObject) -> Non
     """After every cut what was given out is what that much text gives in one go, so it only depends on the text."""
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14)))
     tools = data.draw(st.sampled_from([Hermes, Llama3, Mistral]))
-    inside, parallel = data.draw(st.booleans()), data.draw(st.booleans())
+    inside, parallel, demanded, cut = (data.draw(st.booleans()) for _ in range(4))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
 
     def make() -> OutputParser:
-        return OutputParser([ThinkSplitter(inside), tools(NAMES, parallel)])
+        return OutputParser([ThinkSplitter(inside), tools(NAMES, parallel, demanded)])
 
     parser, pieces = make(), list[Piece]()
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         pieces += parser.feed(text[start:end])
         whole = make()
         assert joined(pieces) == joined(whole.feed(text[:end])) and parser.held == whole.held
-    pieces += parser.finish()
-    assert joined(pieces) == parse(make(), text, [])
+    pieces += parser.finish(cut)
+    assert joined(pieces) == parse(make(), text, [], cut)
     names = [channel for channel, _ in joined(pieces) if channel >= 2 and channel % 2 == 0]
     assert names == [name_of(number) for number in range(len(names))] and (parallel or len(names) <= 1)
 
