@@ -55,7 +55,7 @@ sanitize: $(VENV)/.tested
 	$(BIN)/python -c 'from kernels.cpu import build; print(*map(build.library, build.supported()), sep="\n")'
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(BIN)/python -m pytest tests/kernels/cpu tests/kernels/test_memory.py --ignore tests/kernels/cpu/test_build.py $(ARGS)
+	  $(BIN)/python -m pytest tests/kernels/cpu tests/kernels/test_{attention,fused,memory}.py --ignore tests/kernels/cpu/test_build.py $(ARGS)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff format --check .

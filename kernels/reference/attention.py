@@ -1,7 +1,7 @@
 """Attention over paged KV in torch: gather by block table, then batched matrix products.
 
-Scores, softmax and sums are float32. Memory beyond a sequence's length is never trusted: blocks are reused without
-being cleared, and 0 * NaN would poison the output, so gathered values there are replaced, not only their scores.
+Scores, softmax and sums are float32. What a row does not see is never trusted: blocks are reused without being cleared,
+and 0 * NaN would poison the output, so gathered values there are replaced, not only their scores.
 """
 
 from __future__ import annotations
@@ -91,29 +91,33 @@ def _decode_group(
     index = (table * (2 * kv_heads)).unsqueeze(1) + torch.arange(kv_heads, device=q.device).view(1, -1, 1)
     keys = dequantized(pieces.index_select(0, index.flatten())).view(rows * kv_heads, width * block_size, head_dim)
     values = dequantized(pieces.index_select(0, (index + kv_heads).flatten()))
-    _zero_tails(values.view(rows, kv_heads, width, block_size, head_dim), seq_lens, first, blocks)
+
+    positions = torch.arange(width * block_size, device=q.device) + (first * block_size).unsqueeze(1)
+    hidden = positions >= seq_lens.unsqueeze(1)
+    if window:
+        hidden |= positions < (seq_lens - window).unsqueeze(1)
+    by_block = values.view(rows, kv_heads, width, block_size, head_dim)
+    _zero(by_block, hidden, blocks.long() - 1)
+    if window:
+        _zero(by_block, hidden, torch.zeros_like(blocks).long())
     values = values.view(rows * kv_heads, width * block_size, head_dim)
 
     grouped = q.float().view(rows * kv_heads, heads // kv_heads, head_dim)
     scores = torch.bmm(grouped, keys.float().transpose(1, 2)).mul_(scale).view(rows, heads, -1)
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    positions = torch.arange(width * block_size, device=q.device) + (first * block_size).unsqueeze(1)
-    hidden = positions >= seq_lens.unsqueeze(1)
-    if window:
-        hidden |= positions < (seq_lens - window).unsqueeze(1)
     weights = scores.masked_fill_(hidden.unsqueeze(1), float("-inf")).softmax(-1)
     out = torch.bmm(weights.view(rows * kv_heads, -1, width * block_size), values.float())
     return out.view(rows, heads, head_dim).to(q.dtype)
 
 
-def _zero_tails(values: torch.Tensor, seq_lens: torch.Tensor, first: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Zeroes each row's slots after its last token, all of which are in the row's last block."""
-    block_size = values.shape[3]
-    rows, last = torch.arange(len(values), device=values.device), (blocks - 1).long()
-    filled = seq_lens - (first + blocks - 1) * block_size
-    empty = torch.arange(block_size, device=values.device) >= filled.unsqueeze(1)
-    values[rows, :, last] = values[rows, :, last].masked_fill(empty.view(-1, 1, block_size, 1), 0)
+def _zero(values: torch.Tensor, hidden: torch.Tensor, column: torch.Tensor) -> None:
+    """Zeroes the hidden slots of one block of each row: ``values [rows, K, width, block_size, D]``, ``hidden
+    [rows, width * block_size]``, ``column [rows]`` int64. Blocks between a row's first and last have none."""
+    rows, _, width, block_size, _ = values.shape
+    row = torch.arange(rows, device=values.device)
+    slots = hidden.view(rows, width, block_size)[row, column]
+    values[row, :, column] = values[row, :, column].masked_fill(slots.view(rows, 1, block_size, 1), 0)
 
 
 def paged_prefill(
@@ -140,16 +144,17 @@ def _prefill_one(
 ) -> torch.Tensor:
     """The last ``len(q)`` of ``length`` tokens, each attending to itself and what is before it (within ``window``)."""
     start, block_size = length - len(q), kv.shape[3]
-    first = max(0, start + 1 - window) // block_size if window else 0
+    begin = max(0, start + 1 - window) if window else 0  # what the first query sees first
+    first = begin // block_size
     picked = dequantized(kv.index_select(0, table[first : (length + block_size - 1) // block_size].long()))
-    live = length - first * block_size
+    live = slice(begin - first * block_size, length - first * block_size)
     keys, values = (
-        part.transpose(0, 1).reshape(part.shape[1], -1, part.shape[3])[:, :live] for part in picked.unbind(1)
+        part.transpose(0, 1).reshape(part.shape[1], -1, part.shape[3])[:, live] for part in picked.unbind(1)
     )
     mask = None
     if start > 0 or window:
         query = torch.arange(start, length, device=q.device).unsqueeze(1)
-        key = torch.arange(first * block_size, length, device=q.device)
+        key = torch.arange(begin, length, device=q.device)
         mask = key <= query
         if window:
             mask &= key > query - window

@@ -12,10 +12,8 @@ import torch
 from kernels import kv as form
 from kernels import reference
 from kernels.cpu.kernels import CpuKernels
-from tests.kernels.cpu.oracle import attention, queries
-from tests.kernels.cpu.test_layers import rotated, table
+from tests.kernels.oracle import DTYPES, attention, cos_sin, queries, rotated
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("native", "reference")
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
@@ -103,12 +101,12 @@ def test_rope_store_rounds_what_it_has_rotated(kernels: CpuKernels, backend: str
     ops = kernels if backend == "native" else reference
     heads, kv_heads, head_dim, tokens = 6, 2, 64, 9
     qkv = torch.randn((tokens, heads + 2 * kv_heads, head_dim), generator=torch.Generator().manual_seed(1)).to(dtype)
-    before, cos_sin, positions = qkv.clone(), table(40, head_dim), torch.arange(20, 20 + tokens)
+    before, table, positions = qkv.clone(), cos_sin(40, head_dim), torch.arange(20, 20 + tokens)
     kv = torch.zeros(form.layer_shape(3, kv_heads, 16, head_dim, torch.int8), dtype=torch.int8)
     slots = torch.arange(16, 16 + tokens)
     slots[4] = -1
-    ops.rope_store(qkv, kv, cos_sin, positions, slots)
-    turned = rotated(before[:, heads : heads + kv_heads], cos_sin, positions)
+    ops.rope_store(qkv, kv, table, positions, slots)
+    turned = rotated(before[:, heads : heads + kv_heads], table, positions)
     stored = form.dequantized(kv)[1].transpose(1, 2).double()
     for t in range(tokens):
         for part, x in enumerate((turned, before[:, heads + kv_heads :].double())):

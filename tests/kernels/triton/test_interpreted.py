@@ -1,4 +1,4 @@
-"""Runs the kernels' tests in Triton's interpreter: a process either interprets kernels or compiles them."""
+"""Runs the tests of Triton's kernels in its interpreter: those that all implementations share, and their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 NUMPY_WARNING = "ignore:Conversion of an array with ndim > 0:DeprecationWarning"  # triton 3.6's interpreter, see below
-CASES = Path(__file__).parent / "cases"
+KERNELS = Path(__file__).parents[1]
+TESTS = [KERNELS / "test_attention.py", KERNELS / "test_fused.py", KERNELS / "test_memory.py", KERNELS / "triton/cases"]
 
 
 @pytest.mark.timeout(600)
@@ -22,9 +23,9 @@ CASES = Path(__file__).parent / "cases"
 )
 def test_kernels_in_the_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", NUMPY_WARNING, str(CASES)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", NUMPY_WARNING, *map(str, TESTS)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=CASES.parents[3],
+        cwd=KERNELS.parents[1],
         capture_output=True,
         text=True,
         timeout=580,

@@ -8,7 +8,7 @@ import torch
 import kernels.triton as kernels
 from kernels.decoder import Batch
 from kernels.triton.graphs import DecodeBuffers, DecodeGraphs
-from tests.kernels.cpu.oracle import paged, queries
+from tests.kernels.oracle import paged, queries
 
 
 def step(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, Batch]:

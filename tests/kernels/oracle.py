@@ -1,16 +1,18 @@
-"""Attention in float64 over keys and values kept per sequence, and the paged memory that holds the same.
+"""What kernels compute, in float64: attention over keys and values kept per sequence, rotation by complex numbers.
 
-Whatever paged memory holds beside live tokens is NaN, and so is what a window has left behind: a kernel that reads it
-shows it.
+And the paged memory that holds the same keys and values. Whatever it holds beside live tokens is NaN, and so is what a
+window has left behind; tables end in numbers far outside: a kernel that reads either shows it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -43,6 +45,11 @@ class Paged:
     seq_lens: torch.Tensor
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+
+    def rows(self, rows: Sequence[int]) -> Paged:
+        """Some of the sequences, over the same memory."""
+        keys, values = [self.keys[row] for row in rows], [self.values[row] for row in rows]
+        return Paged(self.kv, self.block_table[rows], self.seq_lens[rows], keys, values)
 
 
 def paged(
@@ -80,9 +87,40 @@ def queries(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, seed: in
     return torch.randn((tokens, heads, head_dim), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Within the tolerance everywhere, and on average well within it."""
+def decoded(q: torch.Tensor, memory: Paged, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    """Attention of one query a sequence, ``q [S, H, D]``; zeros for sequences without tokens."""
+    return prefilled(q, [1] * len(q), memory, window, softcap)
+
+
+def prefilled(
+    q: torch.Tensor, new: Sequence[int], memory: Paged, window: int = 0, softcap: float = 0.0
+) -> torch.Tensor:
+    """Attention of the last new[i] tokens of each sequence i, ``q [sum(new), H, D]``."""
+    rows = zip(q.split(list(new)), memory.keys, memory.values, strict=True)
+    parts = [
+        attention(part, keys, values, window, softcap) if len(keys) else torch.zeros(part.shape, dtype=torch.float64)
+        for part, keys, values in rows
+    ]
+    return torch.cat(parts)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Results of attention: within the tolerance of their dtype everywhere, and on average well within it."""
     assert actual.isfinite().all()
     error = (actual.double() - expected).abs()
-    assert error.max() < TOLERANCE[dtype], f"largest error {error.max():.2e}"
-    assert error.mean() < TOLERANCE[dtype] / 4
+    assert error.max() < TOLERANCE[actual.dtype], f"largest error {error.max():.2e}"
+    assert error.mean() < TOLERANCE[actual.dtype] / 4
+
+
+def cos_sin(positions: int, head_dim: int) -> torch.Tensor:
+    """[positions, head_dim] float32: cosines, then sines, of the usual frequencies."""
+    angles = torch.arange(positions).double()[:, None] / 10000 ** (torch.arange(0, head_dim, 2).double() / head_dim)
+    return torch.cat([angles.cos(), angles.sin()], -1).float()
+
+
+def rotated(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows ``x [T, heads, D]`` turned by their positions in a table of ``cos_sin``, in float64."""
+    real, imaginary = x.double().chunk(2, -1)
+    cos, sin = table[positions][:, None].double().chunk(2, -1)
+    turned = torch.complex(real, imaginary) * torch.complex(cos, sin)
+    return torch.cat([turned.real, turned.imag], -1)
