@@ -185,6 +185,18 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True)
+class Truncation:
+    """What is left out of a prompt that is too long.
+
+    side: "left" or "right", where tokens are cut off until there are ``keep`` (0: as many as leave room for the
+    answer); or "messages", of a chat: its oldest turns go until the rest fits.
+    """
+
+    keep: int = 0
+    side: str = "left"
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitText(Message):
     """gateway → tokenizer: a request in words.
 
@@ -194,6 +206,7 @@ class SubmitText(Message):
     priority: lower runs first. tenant: whose share it counts against. arrival: Unix seconds at the gateway.
     timeout: seconds from the scheduler's taking it in until it has to be complete, 0 for any time.
     tools: of a chat that has some. chat_template: a Jinja source to use instead of the server's; empty: none.
+    truncation: None: a prompt that is too long is refused.
     """
 
     kind: ClassVar[Kind] = Kind.SUBMIT_TEXT
@@ -222,6 +235,7 @@ class SubmitText(Message):
     tools: ToolUse | None = None
     chat_template: str = ""
     grammar: GrammarSpec | None = None
+    truncation: Truncation | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,11 @@ class Output:
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._taken = self._end_taken = False
+        self._taken_tokens = 0
+
+    def has_new(self, tokens: int) -> bool:
+        """Whether so many tokens wait to be taken, or the first, or the end."""
+        return not self._taken or self.finished is not None or self.tokens - self._taken_tokens >= tokens
 
     def feed(
         self,
@@ -169,6 +174,7 @@ class Output:
         delta = Delta(parts, self._ids, finished, self._logprobs, not self._taken, self.calls)
         self._channels, self._texts, self._ids, self._logprobs = [], [], [], []
         self._taken, self._end_taken = True, self._end_taken or ending
+        self._taken_tokens = self.tokens
         return delta
 
     def _parts(self) -> list[Part]:
@@ -267,6 +273,10 @@ class Call:
         self.follow: Callable[[], bool] | None = None
         self._changed = asyncio.Event()
         self._failure: Exception | None = None  # of ``follow``
+
+    @property
+    def request_id(self) -> str:
+        return self.requests[0].submit.request_id
 
     @property
     def error(self) -> RequestError | None:

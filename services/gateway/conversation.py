@@ -12,8 +12,21 @@ from shared.errors import RequestError
 
 
 class TextPart(Model):
+    """cache_control (Anthropic's) and prompt_cache_breakpoint (OpenAI's) have no effect: every prompt is cached."""
+
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: Any = None
+
+
+class RefusalPart(Model):
+    type: Literal["refusal"]
+    refusal: str
+
+
+# For each type of part, the field that holds its text and those without effect.
+_PARTS = {"text": ("text", {"cache_control", "prompt_cache_breakpoint"}), "refusal": ("refusal", set[str]())}
 
 
 def _content(value: Any) -> str | list[dict[str, str]] | None:
@@ -22,38 +35,72 @@ def _content(value: Any) -> str | list[dict[str, str]] | None:
         return value
     if not isinstance(value, list):
         raise invalid("should be a string or a list of text parts")
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise invalid(f"part {index} should be an object with a type, got {shown(part)}")
-        if part["type"] != "text":
-            raise invalid(f"part {index} has type {shown(part['type'])}; only 'text' is supported")
-        if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
-            raise invalid(f"part {index} should be {{'type': 'text', 'text': string}}, got {shown(part)}")
-    return value
+    return [_part(part, index) for index, part in enumerate(value)]
+
+
+def _part(part: Any, index: int) -> dict[str, str]:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise invalid(f"part {index} should be an object with a type, got {shown(part)}")
+    if part["type"] not in _PARTS:
+        raise invalid(f"part {index} has type {shown(part['type'])}; only 'text' is supported")
+    name, further = _PARTS[part["type"]]
+    if not isinstance(part.get(name), str) or part.keys() - {"type", name} - further:
+        raise invalid(f"part {index} should be {{'type': '{part['type']}', '{name}': string}}, got {shown(part)}")
+    return {"type": "text", "text": part[name]}
+
+
+Content = Annotated[
+    str | list[dict[str, str]] | None,
+    PlainValidator(_content, json_schema_input_type=str | list[TextPart | RefusalPart] | None),
+]
+
+
+def text_of(content: str | list[dict[str, str]] | None) -> str:
+    """Parts are joined by line feeds, as they are for most templates."""
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+class FunctionCall(Model):
+    """The call of an assistant's message in OpenAI's older form."""
+
+    name: str
+    arguments: str
 
 
 class Message(Model):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        str | list[dict[str, str]] | None,
-        PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None),
-    ] = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None  # these three come back with answers of OpenAI's, and say nothing here
+    annotations: list[Any] | None = None  # these two come back with answers of OpenAI's, and say nothing here
     audio: None = None
-    function_call: None = None
 
     def plain(self) -> dict[str, Any]:
         """For the chat template, which knows newer names by the older ones: "system" and "reasoning_content"."""
-        fields = self.model_dump(exclude_none=True, exclude={"annotations", "reasoning"})
+        fields = self.model_dump(exclude_none=True, exclude={"annotations", "reasoning", "function_call"})
         if self.reasoning is not None:
             fields.setdefault("reasoning_content", self.reasoning)
         return {**fields, "role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+
+
+def plain(messages: list[Message]) -> list[dict[str, Any]]:
+    """As chat templates know them. Functions' calls and results become those of tools, joined by ids made here."""
+    found, calls = [], 0
+    for message in messages:
+        fields = message.plain()
+        if message.function_call is not None:
+            calls += 1
+            function = message.function_call.model_dump()
+            fields["tool_calls"] = [{"id": f"call_{calls}", "type": "function", "function": function}]
+        elif message.role == "function":
+            fields |= {"role": "tool", "tool_call_id": f"call_{calls}"}
+        found.append(fields)
+    return found
 
 
 def check_count(field: str, value: Any, info: ValidationInfo) -> None:
@@ -77,7 +124,11 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeV
 
 def check_messages(messages: list[Message]) -> None:
     for index, message in enumerate(messages):
-        needed = {"content": message.content} if message.role != "assistant" else {}
+        needed: dict[str, Any] = {}
+        if message.role == "function":  # whose content may be null
+            needed["name"] = message.name
+        elif message.role != "assistant":
+            needed["content"] = message.content
         if message.role == "tool":
             needed["tool_call_id"] = message.tool_call_id
         for name, value in needed.items():
@@ -85,6 +136,9 @@ def check_messages(messages: list[Message]) -> None:
                 param = f"messages.{index}.{name}"
                 text = f"{param}: required in a message of role {message.role!r}"
                 raise RequestError(text, code="missing_required_parameter", param=param)
+        if message.function_call is not None and message.tool_calls:
+            param = f"messages.{index}.function_call"
+            raise RequestError(f"{param}: contradicts tool_calls", code="invalid_value", param=param)
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -60,13 +59,13 @@ class Answer(ABC):
 
 
 class Intake(ABC, Generic[Q]):
-    """What one HTTP API's requests look like, and what is submitted for them.
-
-    names: how fields of the chat requests that this API's are turned into are called here (see ``renaming``).
-    """
+    """What one HTTP API's requests look like, and what is submitted for them."""
 
     request_model: type[Q]
-    names: ClassVar[Mapping[str, str]] = {}
+
+    def names(self, asked: Q) -> Mapping[str, str]:
+        """How the client calls fields that errors about what was submitted name otherwise (see ``renaming``)."""
+        return {}
 
     @abstractmethod
     def submits(self, asked: Q, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
@@ -129,13 +128,14 @@ class Shape(Api[R]):
                 include_stop_str_in_output=bool(asked.include_stop_str_in_output),
                 return_token_ids=bool(asked.return_token_ids),
                 bad_words=asked.bad_words or [],
-                echo=asked.echoes,
+                echo=asked.wants_prompt_text,
                 grammar=asked.grammar,
                 priority=asked.priority or 0,
                 cache_salt=asked.cache_salt or "",
                 tenant=tenant,
                 arrival=time.time(),
                 timeout=asked.timeout or 0.0,
+                truncation=asked.truncation,
                 **prompt,
             )
 
@@ -157,8 +157,11 @@ def usage_of(asked: GenerationRequest, requests: list[Request]) -> dict[str, Any
     usage = _usage(asked, sum(one.prompt_tokens for one in done), sum(one.completion_tokens for one in done))
     usage["prompt_tokens_details"] = {"cached_tokens": sum(one.cached_tokens for one in done)}
     reasoning = [request.reasoning_tokens for request in requests if request.reasoning_tokens is not None]
-    if reasoning:
-        usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+    details = {"reasoning_tokens": sum(reasoning)} if reasoning else {}
+    if asked.predicts:
+        details |= {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    if details:
+        usage["completion_tokens_details"] = details
     return usage
 
 
@@ -178,7 +181,7 @@ class Choices(Answer, Generic[R]):
 
     def __init__(self, shape: Shape[R], asked: R, call: Call, model: str) -> None:
         self._shape, self._asked, self._call = shape, asked, call
-        self.id = shape.id_prefix + secrets.token_hex(16)
+        self.id = shape.id_prefix + call.request_id
         self._head = {
             "id": self.id,
             "object": shape.chunk_object if asked.stream else shape.whole_object,
@@ -244,7 +247,9 @@ async def take(
     asked = validate(api.request_model, body, limits)
     asked.check()
     state = request.scope["state"]
-    with renaming(api.names):
+    if asked.request_id is not None and not state["named"]:
+        state["request_id"] = asked.request_id
+    with renaming(api.names(asked)):
         return asked, model, api.submits(asked, limits, state["request_id"], state["tenant"])
 
 
@@ -260,27 +265,29 @@ class Generation(Generic[Q]):
         state = scope["state"]
         with self._engine.call(submits) as call:
             async with _watched(receive, call):
-                with renaming(self._api.names):
+                with renaming(self._api.names(asked)):
                     await call.accepted(self._config.accept_timeout)
                 answer = self._api.answer(asked, call, model)
                 log.debug("request_id=%s is %s", state["request_id"], answer.id)
                 if asked.stream:
                     interval = self._config.sse_keep_alive_interval
                     async with EventStream(scope, send, interval, call.wake) as stream:
-                        await _stream(answer, call, stream)
+                        await _stream(answer, call, stream, asked.tokens_per_event)
                     return
                 await call.finished()
                 whole = answer.whole()
         await JSON(whole)(scope, receive, send)
 
 
-async def _stream(answer: Answer, call: Call, stream: EventStream) -> None:
+async def _stream(answer: Answer, call: Call, stream: EventStream, tokens_per_event: int) -> None:
     outputs = [(request, output) for request in call.requests for output in request.outputs]
 
     def news() -> list[bytes]:
         """Events of all that has come since the last call."""
         events = []
         for index, (request, output) in enumerate(outputs):
+            if tokens_per_event > 1 and not call.has_ends and not output.has_new(tokens_per_event):
+                continue
             delta = output.take()
             if delta is not None:
                 events += answer.piece(index, request, delta)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import re
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.calls import ClientGone
 from services.gateway.errors import error_response
+from services.gateway.fields import NAME
 from services.gateway.metrics import GatewayMetrics
 from shared.errors import RequestError
 
@@ -26,11 +27,14 @@ access = logging.getLogger("quire.access")
 GONE = 499  # for log and metrics only: there is nobody to send it to
 ADMIN_PATHS = "/internal/"
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
-_NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
-    """Gives each request its id (the client's X-Request-Id if it is a sane one) and counts and logs the answer."""
+    """Gives each request its id and counts and logs the answer.
+
+    The id is the client's X-Request-Id if it is a sane one, else the ``request_id`` of the body, if it has one
+    (``generation.take`` puts that in), else one made here. It is a name only: any number of requests may have the same.
+    """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, access_log: bool) -> None:
         self._app, self._metrics, self._access_log = app, metrics, access_log
@@ -38,15 +42,16 @@ class RequestContext:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begin = time.monotonic()
         offered = Headers(scope=scope).get("x-request-id", "")
-        request_id = offered if _NAME.fullmatch(offered) else uuid.uuid4().hex
-        scope["state"] = {"request_id": request_id, "tenant": ""}
+        named = NAME.fullmatch(offered) is not None
+        state: dict[str, Any] = {"request_id": offered if named else uuid.uuid4().hex, "named": named, "tenant": ""}
+        scope["state"] = state
         status = GONE
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
             await send(message)
 
         try:
@@ -56,7 +61,7 @@ class RequestContext:
             if self._access_log:
                 took = time.monotonic() - begin
                 path = quote(scope["path"], safe="/:@!$&'()*+,;=~")  # escaped again: it may hold line ends and worse
-                access.info("%s %s %d %.3fs request_id=%s", scope["method"], path, status, took, request_id)
+                access.info("%s %s %d %.3fs request_id=%s", scope["method"], path, status, took, state["request_id"])
 
 
 class Errors:
@@ -119,7 +124,7 @@ class ApiKeys:
         elif self._digests and scope["path"] not in OPEN_PATHS:
             scope["state"]["tenant"] = _holder(headers, self._digests, "API key")[:16]
         if self._trust_header and (name := headers.get("x-tenant")) is not None:
-            if not _NAME.fullmatch(name):
+            if not NAME.fullmatch(name):
                 raise RequestError("X-Tenant: 1 to 128 visible ASCII characters are allowed", code="invalid_value")
             scope["state"]["tenant"] = name
         await self._app(scope, receive, send)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from services.gateway.fields import OnlyAt
 from shared.sampling import SamplingDefaults
 
 
@@ -32,6 +34,24 @@ class Model(BaseModel):
     @classmethod
     def _aliases(cls) -> set[str | None]:
         return {field.alias for field in cls.model_fields.values()}
+
+
+def _off(value: Any) -> Any:
+    """By hand, as a Literal takes 0 for False."""
+    if value is not None and value is not False:
+        raise invalid("is not supported; leave it out or give false or null")
+    return value
+
+
+Off = Annotated[Literal[False] | None, PlainValidator(_off, json_schema_input_type=Literal[False] | None)]
+"""A switch for what is not here."""
+
+
+class Body(Model):
+    """A whole request body. without_effect, only_at: further fields it may hold (see ``services.gateway.fields``)."""
+
+    without_effect: ClassVar[Mapping[str, type]] = {}
+    only_at: ClassVar[Mapping[str, OnlyAt]] = {}
 
 
 @dataclass(frozen=True, slots=True)

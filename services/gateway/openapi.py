@@ -10,11 +10,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from services.gateway import replies
-from services.gateway.fields import JSON_NAMES, ONLY_AT, WITHOUT_EFFECT
+from services.gateway.chat_schema import ChatRequest
+from services.gateway.fields import JSON_NAMES
 from services.gateway.messages.schema import CountTokensRequest, MessagesRequest
+from services.gateway.model import Body
 from services.gateway.prompt_schemas import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from services.gateway.responses.schema import ResponsesRequest
-from services.gateway.schemas import ChatRequest, CompletionRequest
+from services.gateway.schemas import CompletionRequest
 
 REFS = "#/components/schemas/{model}"
 STATUSES = {
@@ -50,7 +52,7 @@ class Operation:
     tag: str
     summary: str
     answer: type[BaseModel] | None
-    request: type[BaseModel] | None = None
+    request: type[Body] | None = None
     streams: bool = False
     many: bool = False
     statuses: tuple[int, ...] = ()
@@ -60,14 +62,12 @@ class Operation:
     paged: bool = False
 
 
-def _post(
-    path: str, tag: str, summary: str, request: type[BaseModel], answer: type[BaseModel], **more: Any
-) -> Operation:
+def _post(path: str, tag: str, summary: str, request: type[Body], answer: type[BaseModel], **more: Any) -> Operation:
     statuses = (*WITH_BODY, *more.pop("statuses", ()))
     return Operation("post", path, tag, summary, answer, request, statuses=statuses, **more)
 
 
-def _generate(path: str, summary: str, request: type[BaseModel], answer: type[BaseModel], **more: Any) -> Operation:
+def _generate(path: str, summary: str, request: type[Body], answer: type[BaseModel], **more: Any) -> Operation:
     return _post(path, "Generation", summary, request, answer, streams=True, statuses=(429,), **more)
 
 
@@ -131,9 +131,9 @@ def document() -> dict[str, Any]:
     bodies = [body for one in OPERATIONS for body in (one.answer, one.error, one.unavailable) if body is not None]
     models: Any = dict.fromkeys([*requests, *((body, "serialization") for body in bodies)])
     refs, schemas = models_json_schema(list(models), ref_template=REFS)
-    for request in (ChatRequest, CompletionRequest):
+    for request, _ in requests:
         schema = schemas["$defs"][request.__name__]
-        schema["properties"] = {**_without_effect(), **schema["properties"]}
+        schema["properties"] = {**_without_effect(request), **schema["properties"]}
     paths: dict[str, Any] = {}
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method] = _operation(one, refs)
@@ -156,13 +156,17 @@ def document() -> dict[str, Any]:
     }
 
 
-def _without_effect() -> dict[str, Any]:
+def _without_effect(request: type[Body]) -> dict[str, Any]:
     """Fields that are taken and have no effect, or only at the values that ask for nothing."""
     effectless = {
         name: {"type": [JSON_NAMES[kind], "null"], "description": "Has no effect."}
-        for name, kind in WITHOUT_EFFECT.items()
+        for name, kind in request.without_effect.items()
     }
-    return {**effectless, **{name: {"enum": [*values, None]} for name, values in ONLY_AT.items()}}
+    refused = {
+        name: {"enum": [*rule.values, None], "description": f"Nothing else, as {rule.why}."}
+        for name, rule in request.only_at.items()
+    }
+    return {**effectless, **refused}
 
 
 def _operation(one: Operation, refs: Any) -> dict[str, Any]:

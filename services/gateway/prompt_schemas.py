@@ -6,15 +6,17 @@ from typing import Any
 
 from pydantic import Field
 
-from services.gateway.conversation import Messages, check_messages, template_variables
-from services.gateway.model import Model
-from services.gateway.schemas import MAX_TOOLS
+from services.gateway.conversation import Messages, check_messages, plain, template_variables
+from services.gateway.fields import MEDIA
+from services.gateway.model import Body
 from services.gateway.token_ids import TokenIds
-from services.gateway.tools import Tool, use_of
+from services.gateway.tools import MAX_TOOLS, AnyTool, use_of
 from shared.errors import RequestError
 
 
-class TokenizeRequest(Model):
+class TokenizeRequest(Body):
+    only_at = MEDIA
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
@@ -22,7 +24,7 @@ class TokenizeRequest(Model):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[AnyTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -37,11 +39,11 @@ class TokenizeRequest(Model):
         """The arguments of a tokenizer's ``tokenize`` query."""
         args = self.model_dump(exclude_none=True, include=set(TokenizeRequest.model_fields) - {"messages"})
         if self.messages is not None:
-            args["messages"] = [message.plain() for message in self.messages]
+            args["messages"] = plain(self.messages)
         return args
 
 
-class DetokenizeRequest(Model):
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: TokenIds
 

@@ -37,12 +37,12 @@ class Prompts(Generic[Q]):
 
     async def count(self, request: Request) -> Response:
         """Anthropic's ``count_tokens``."""
-        _, _, [submit] = await take(request, self._api, self._engine, self._models, self._config)
-        return JSON({"input_tokens": len((await self._ask(submit))["tokens"])})
+        asked, _, [submit] = await take(request, self._api, self._engine, self._models, self._config)
+        return JSON({"input_tokens": len((await self._ask(asked, submit))["tokens"])})
 
     async def _rendered(self, request: Request) -> list[dict[str, Any]]:
         asked, model, submits = await take(request, self._api, self._engine, self._models, self._config)
-        prompts = await asyncio.gather(*map(self._ask, submits))
+        prompts = await asyncio.gather(*(self._ask(asked, submit) for submit in submits))
         return [
             {
                 "request_id": submit.request_id,
@@ -58,8 +58,8 @@ class Prompts(Generic[Q]):
             for submit, prompt in zip(submits, prompts, strict=True)
         ]
 
-    async def _ask(self, submit: SubmitText) -> dict[str, Any]:
+    async def _ask(self, asked: Q, submit: SubmitText) -> dict[str, Any]:
         args = {"submit": encode(submit)}
-        with renaming(self._api.names):
+        with renaming(self._api.names(asked)):
             reply: dict[str, Any] = await self._engine.ask_tokenizer("render", args, self._config.accept_timeout)
         return reply

@@ -45,11 +45,15 @@ class PromptTokensDetails(Reply):
 
 
 class CompletionTokensDetails(Reply):
-    reasoning_tokens: int
+    """Each only where it is looked for."""
+
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(Reply):
-    """completion_tokens_details: only where reasoning is looked for."""
+    """completion_tokens_details: only where there are some."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -100,11 +104,12 @@ class ChatMessage(Reply):
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] = []
+    function_call: FunctionCall | None = None
 
 
 class Choice(Reply):
     index: int
-    finish_reason: Literal["stop", "length", "tool_calls", "abort", "error"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call", "abort", "error"] | None
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 
@@ -124,6 +129,7 @@ class ChatCompletion(Reply):
     system_fingerprint: None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_text: str | None = None
 
 
 class TextLogprobs(Reply):
@@ -245,7 +251,7 @@ class Response(Reply):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]

@@ -7,30 +7,27 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, ValidationInfo
 
-from services.gateway.conversation import (
-    Effort,
-    Messages,
-    Verbosity,
-    check_messages,
-    style_variables,
-    template_variables,
+from services.gateway.fields import (
+    GENERATION_ONLY_AT,
+    GENERATION_WITHOUT_EFFECT,
+    NAME,
+    drop_without_effect,
+    shown,
+    unknown_field,
 )
-from services.gateway.fields import drop_without_effect, shown, unknown_field
-from services.gateway.model import Limits, Model, invalid, limits_of
+from services.gateway.model import Body, Limits, Model, invalid, limits_of
 from services.gateway.structured import AnySchema, Choices, ResponseFormat, StructuredOutputs, Text, grammar_of
 from services.gateway.token_ids import AllowedIds, LogitBias, LogprobIds, Prompts, StopIds
-from services.gateway.tools import ChatAllowedTools, Choice, NamedTool, Tool, check_choice, use_of
 from shared.errors import RequestError
 from shared.grammar import GrammarSpec
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
-from shared.wire import ToolUse
+from shared.wire import Truncation
 
 T = TypeVar("T")
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 256
-MAX_TOOLS = 128
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 
@@ -69,11 +66,39 @@ LogprobCount = Annotated[
 ]
 
 
-class Asked(Model):
+def _request_id(value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and NAME.fullmatch(value)):
+        raise invalid(f"should be 1 to 128 visible ASCII characters, got {shown(value)}")
+    return value
+
+
+def _kept_tokens(value: Any, info: ValidationInfo) -> int | None:
+    limit = limits_of(info).max_model_len
+    if value is not None and (type(value) is not int or not (value == -1 or 1 <= value <= limit)):
+        raise invalid(f"should be -1 or an integer from 1 to the model's context of {limit} tokens, got {shown(value)}")
+    return value
+
+
+RequestId = Annotated[
+    str | None,
+    PlainValidator(_request_id, json_schema_input_type=Annotated[str, Field(pattern=f"^{NAME.pattern}$")] | None),
+]
+KeptTokens = Annotated[
+    int | None, PlainValidator(_kept_tokens, json_schema_input_type=Annotated[int, Field(ge=-1)] | None)
+]
+
+
+class Asked(Body):
     """A request that generates."""
 
     model: str | None = None
     stream: bool | None = None
+    request_id: RequestId = None
+
+    @property
+    def tokens_per_event(self) -> int:
+        """How many tokens of a sequence an event waits for, but the first and the last one."""
+        return 1
 
     def check(self) -> None:
         """Rules over several fields. Raises RequestError."""
@@ -106,10 +131,17 @@ class Sampled(Asked):
     timeout: float | None = Field(None, gt=0, le=86400)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    logit_bias: LogitBias = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class GenerationRequest(Sampled):
     """The fields that chat and text completions share."""
+
+    without_effect = GENERATION_WITHOUT_EFFECT
+    only_at = GENERATION_ONLY_AT
 
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_N)
@@ -120,18 +152,17 @@ class GenerationRequest(Sampled):
         None
     )
     max_tokens: int | None = Field(None, ge=1)
-    logit_bias: LogitBias = None
     allowed_token_ids: AllowedIds = None
     bad_words: list[StopString] | None = Field(None, max_length=MAX_BAD_WORDS)
     prompt_logprobs: LogprobCount = None
     logprob_token_ids: LogprobIds = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: KeptTokens = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream_interval: int | None = Field(None, ge=1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: AnySchema = None
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
@@ -148,12 +179,30 @@ class GenerationRequest(Sampled):
         return self.max_tokens
 
     @property
+    def tokens_per_event(self) -> int:
+        return self.stream_interval or 1
+
+    @property
+    def truncation(self) -> Truncation | None:
+        if self.truncate_prompt_tokens is None:
+            return None
+        return Truncation(max(self.truncate_prompt_tokens, 0), self.truncation_side or "left")
+
+    @property
     def wants_output(self) -> bool:
         """False: only the prompt is wanted, back and with its logprobs."""
         return True
 
     @property
     def echoes(self) -> bool:
+        return False
+
+    @property
+    def wants_prompt_text(self) -> bool:
+        return self.echoes
+
+    @property
+    def predicts(self) -> bool:
         return False
 
     @property
@@ -275,70 +324,6 @@ def _first(*values: T | None) -> T:
     return next(value for value in values if value is not None)
 
 
-class ChatRequest(GenerationRequest):
-    messages: Messages
-    logprobs: bool | None = None
-    top_logprobs: LogprobCount = None
-    max_completion_tokens: int | None = Field(None, ge=1)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Annotated[
-        str | NamedTool | ChatAllowedTools | None, PlainValidator(check_choice, json_schema_input_type=Choice)
-    ] = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-    reasoning_effort: Effort | None = None
-    verbosity: Verbosity | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
-
-    @property
-    def tool_use(self) -> ToolUse | None:
-        """None when there are no tools. Raises RequestError."""
-        return use_of(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
-
-    @property
-    def named_function(self) -> str:
-        """The function that tool_choice names, if it names one."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
-
-    @property
-    def shows_reasoning(self) -> bool:
-        return self.include_reasoning is not False
-
-    @property
-    def output_limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def top_wanted(self) -> int:
-        return (self.top_logprobs or 0) if self.logprobs else -1
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """What the chat template is given beside messages and tools. Raises RequestError."""
-        style = style_variables(self.reasoning_effort, self.verbosity)
-        return template_variables(
-            {**style, **(self.chat_template_kwargs or {})},
-            self.add_generation_prompt,
-            self.continue_final_message,
-            self.documents,
-        )
-
-    def check(self) -> None:
-        super().check()
-        check_messages(self.messages)
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs: only when logprobs is true", code="invalid_value", param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise RequestError(
-                f"max_completion_tokens: {self.max_completion_tokens} contradicts max_tokens {self.max_tokens}",
-                param="max_completion_tokens",
-            )
-
-
 class CompletionRequest(GenerationRequest):
     prompt: Prompts
     echo: bool | None = None
@@ -348,6 +333,16 @@ class CompletionRequest(GenerationRequest):
     @property
     def output_limit(self) -> int | None:
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def tokens_per_event(self) -> int:
+        return self.stream_interval or 1
+
+    @property
+    def truncation(self) -> Truncation | None:
+        if self.truncate_prompt_tokens is None:
+            return None
+        return Truncation(max(self.truncate_prompt_tokens, 0), self.truncation_side or "left")
 
     @property
     def wants_output(self) -> bool:
@@ -368,15 +363,14 @@ class CompletionRequest(GenerationRequest):
             raise RequestError(message, code="invalid_value", param="max_tokens")
 
 
-M = TypeVar("M", bound=Model)
+B = TypeVar("B", bound=Body)
 
 
-def validate(model: type[M], body: dict[str, Any], limits: Limits) -> M:
+def validate(model: type[B], body: dict[str, Any], limits: Limits) -> B:
     """``body`` as ``model``. Raises RequestError 400 that names the first field at fault."""
-    if issubclass(model, GenerationRequest):
-        body = drop_without_effect(body, model.model_fields)
+    kept = drop_without_effect(body, model.model_fields, model.without_effect, model.only_at)
     try:
-        return model.model_validate(body, context=limits)
+        return model.model_validate(kept, context=limits)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     place = list(map(str, first["loc"]))

@@ -35,10 +35,10 @@ def _check_ids(place: str, ids: list[Any], vocab_size: int) -> list[int]:
     return ids
 
 
-def _check_prompt_ids(place: str, ids: list[Any], limits: Limits) -> list[int]:
+def _check_prompt_ids(place: str, ids: list[Any], limits: Limits, truncated: bool) -> list[int]:
     if not ids:
         raise invalid(f"{'item ' + place if place else 'it'} is an empty list of token ids")
-    if len(ids) > limits.max_model_len:
+    if not truncated and len(ids) > limits.max_model_len:
         raise RequestError(
             f"prompt: {len(ids)} token ids are more than the model's context of {limits.max_model_len} tokens",
             code="context_length_exceeded",
@@ -48,20 +48,21 @@ def _check_prompt_ids(place: str, ids: list[Any], limits: Limits) -> list[int]:
 
 
 def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
-    limits = limits_of(info)
+    limits, truncated = limits_of(info), info.data.get("truncate_prompt_tokens") is not None
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         raise invalid("should be a string, a list of strings, a list of token ids or a list of such lists")
     if value and not isinstance(value[0], (str, list)):
-        return [_check_prompt_ids("", value, limits)]
+        return [_check_prompt_ids("", value, limits, truncated)]
     if not 1 <= len(value) <= MAX_PROMPTS:
         raise invalid(f"holds {len(value)} prompts, the limits are 1 and {MAX_PROMPTS}")
     prompts: list[str | list[int]] = []
     for index, one in enumerate(value):
         if type(one) is not type(value[0]):
             raise invalid(f"item [{index}] is of another type than item [0], got {shown(one)}")
-        prompts.append(_check_prompt_ids(f"[{index}]", one, limits) if isinstance(one, list) else one)
+        is_ids = isinstance(one, list)
+        prompts.append(_check_prompt_ids(f"[{index}]", one, limits, truncated) if is_ids else one)
     return prompts
 
 

@@ -7,11 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from services.gateway.fields import shown
+from services.gateway.kinds import by_type
 from services.gateway.model import Model, invalid
 from shared.errors import RequestError
 from shared.wire import ToolUse
 
+MAX_TOOLS = 128
 MODES = ("none", "auto", "required")
+NO_CUSTOM = "calls have arguments in JSON; give a function with one string parameter"
 
 
 def _schema(value: dict[str, Any]) -> dict[str, Any]:
@@ -31,6 +34,9 @@ class Function(Model):
 class Tool(Model):
     type: Literal["function"]
     function: Function
+
+
+AnyTool = Annotated[Tool, by_type({"function": Tool}, {"custom": NO_CUSTOM})]
 
 
 class FunctionName(Model):
@@ -70,6 +76,18 @@ def check_choice(value: Any) -> str | NamedTool | ChatAllowedTools | None:
         return ChatAllowedTools.model_validate(value)
     named = "{'type': 'function', 'function': {'name': string}}"
     raise invalid(f"should be 'none', 'auto', 'required' or {named}, got {shown(value)}")
+
+
+FunctionChoice = Literal["none", "auto"] | FunctionName | None
+
+
+def check_function_call(value: Any) -> str | FunctionName | None:
+    """OpenAI's older form of tool_choice."""
+    if value is None or (isinstance(value, str) and value in ("none", "auto")):
+        return value
+    if isinstance(value, dict) and value.keys() == {"name"} and isinstance(value["name"], str):
+        return FunctionName(name=value["name"])
+    raise invalid(f"should be 'none', 'auto' or {{'name': string}}, got {shown(value)}")
 
 
 def use_of(

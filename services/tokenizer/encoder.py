@@ -17,15 +17,17 @@ from services.tokenizer.grammars import Grammars
 from services.tokenizer.messages import characters
 from services.tokenizer.parsers.output import OutputParser
 from services.tokenizer.reasoning_grammar import behind_reasoning
+from services.tokenizer.shorten import without_oldest
 from services.tokenizer.stop import StopStrings
 from services.tokenizer.tokenizer import Tokenizer
 from services.tokenizer.tool_grammar import parameter_specs, tool_grammar
 from shared.codec import Int32, int32
 from shared.errors import RequestError
 from shared.grammar import GrammarSpec
-from shared.wire import SubmitText, ToolUse, Welcome
+from shared.wire import SubmitText, ToolUse, Truncation, Welcome
 
 T = TypeVar("T")
+TOO_LONG = "context_length_exceeded"
 MAX_WAITING = 1024  # prompts in the pool and before it
 
 
@@ -113,24 +115,36 @@ class Encoder:
     # ---- in the pool ----
 
     def _prompt(self, message: SubmitText, chat: Conversation | None, rendered: str, limits: Welcome) -> Prompt:
+        try:
+            return self._whole(message, chat, rendered, limits)
+        except RequestError as error:
+            cut = message.truncation is not None and message.truncation.side == "messages"
+            if error.code != TOO_LONG or chat is None or rendered or not cut:
+                raise
+        return self._whole(message, self._shortened(chat, message, limits), "", limits)
+
+    def _whole(self, message: SubmitText, chat: Conversation | None, rendered: str, limits: Welcome) -> Prompt:
         param = "messages" if message.messages is not None else "prompt"
         wanted = message.sampling.max_tokens
+        cut = _token_cut(message, limits)
         _check_vocabulary(message.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
         if "" in message.stop:
             raise RequestError("stop contains an empty string", param="stop")
         parser, spec, parts = None, message.grammar, list[GrammarSpec]()
         if chat is not None:
-            rendered = rendered or self._render(chat, limits, wanted)
-            ids = self._encode(rendered, message.add_special_tokens, limits, wanted, param)
+            rendered = rendered or self._render(chat, limits, wanted, cut=cut is not None)
+            ids = self._encode(rendered, message.add_special_tokens, limits, wanted, param, cut)
             inside = self._tokenizer.format.inside(rendered, continued(chat))
             parser = self._tokenizer.format.parser(message.tools, inside)
             spec, parts = self._spec(message, inside)
         elif message.prompt is not None:
-            ids = self._encode(message.prompt, message.add_special_tokens, limits, wanted, param)
+            ids = self._encode(message.prompt, message.add_special_tokens, limits, wanted, param, cut)
             if not len(ids) and self._tokenizer.bos_id is not None:
                 ids = int32([self._tokenizer.bos_id])
-        else:
+        elif cut is None:
             ids = message.prompt_ids
+        else:
+            ids = message.prompt_ids[-cut.keep :] if cut.side == "left" else message.prompt_ids[: cut.keep]
         # Text too: a tokenizer may know added tokens that the model has no row for.
         _check_vocabulary(ids, limits.vocab_size, param)
         if not len(ids):
@@ -145,7 +159,7 @@ class Encoder:
             wanted,
             StopStrings(message.stop) if message.stop else None,
             self._bad_words(message.bad_words, limits.vocab_size),
-            (rendered or self._prompt_text(message, ids)) if message.echo else "",
+            self._prompt_text(message, rendered, ids, cut) if message.echo else "",
             parser,
             self._tokenizer.format.markers if parser is not None else frozenset(),
             spec,
@@ -183,13 +197,34 @@ class Encoder:
                     found.append(ids)
         return found
 
-    def _prompt_text(self, message: SubmitText, ids: Int32) -> str:
-        if message.prompt is not None:
-            return message.prompt
-        return self._tokenizer.decode(ids.tolist(), message.skip_special_tokens)
+    def _prompt_text(self, message: SubmitText, rendered: str, ids: Int32, cut: Truncation | None) -> str:
+        text = rendered or message.prompt
+        if text is None or (cut is not None and len(ids) >= cut.keep):
+            return self._tokenizer.decode(ids.tolist(), message.skip_special_tokens)
+        return text
 
-    def _render(self, chat: Conversation, limits: Welcome, wanted: int | None) -> str:
-        self._check_characters(characters(chat.messages), limits, wanted, "messages")
+    def _shortened(self, chat: Conversation, message: SubmitText, limits: Welcome) -> Conversation:
+        """The chat without its oldest turns. An answer of any length gets an eighth of the context at least, so that
+        it is not cut off at once, and so that the next turn finds this prompt's beginning cached.
+        """
+        wanted = message.sampling.max_tokens or limits.max_model_len // 8
+
+        def fits(messages: list[Any]) -> bool:
+            try:
+                rendered = self._render(replace(chat, messages=messages), limits, wanted)
+                ids = self._encode(rendered, message.add_special_tokens, limits, wanted, "messages")
+            except RequestError as error:
+                if error.code != TOO_LONG:
+                    raise
+                return False
+            return len(ids) + wanted <= limits.max_model_len
+
+        return replace(chat, messages=without_oldest(chat.messages, fits))
+
+    def _render(self, chat: Conversation, limits: Welcome, wanted: int | None, *, cut: bool = False) -> str:
+        """cut: tokens of it are cut off, so it may be longer than the context."""
+        if not cut:
+            self._check_characters(characters(chat.messages), limits, wanted, "messages")
         template = self._tokenizer.template_for(chat.tools)
         if template is None:
             raise RequestError(
@@ -199,15 +234,37 @@ class Encoder:
             )
         return render(template, chat, self._tokenizer.format, self._chat)
 
-    def _encode(self, text: str, add_special_tokens: bool, limits: Welcome, wanted: int | None, param: str) -> Int32:
-        self._check_characters(len(text), limits, wanted, param)
+    def _encode(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        limits: Welcome,
+        wanted: int | None,
+        param: str,
+        cut: Truncation | None = None,
+    ) -> Int32:
+        if cut is None:
+            self._check_characters(len(text), limits, wanted, param)
+        else:
+            text = self._near(text, cut.side, limits)
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens)
+            if cut is None:
+                encoding = self._tokenizer.encode(text, add_special_tokens)
+            else:
+                encoding = self._tokenizer.encode_part(text, add_special_tokens, cut.keep, cut.side)
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"{param} is not valid Unicode text", param=param) from error
         if len(encoding) > limits.max_model_len:  # before a list of all ids is made with the GIL held
             raise _too_long(len(encoding), wanted, limits.max_model_len, param)
         return int32(encoding.ids)
+
+    def _near(self, text: str, side: str, limits: Welcome) -> str:
+        """The part of a text that tokens may be left of, and as much again, which they may depend on."""
+        longest = self._tokenizer.max_chars_per_token
+        if longest is None:
+            return text
+        characters = 2 * limits.max_model_len * longest
+        return text[-characters:] if side == "left" else text[:characters]
 
     def _check_characters(self, characters: int, limits: Welcome, wanted: int | None, param: str) -> None:
         """Refuses a text that cannot fit whatever its tokens are, before any work on it."""
@@ -250,6 +307,15 @@ def _conversation(args: dict[str, Any]) -> Conversation | None:
     return Conversation(args["messages"], variables, tools, args.get("chat_template") or "")
 
 
+def _token_cut(message: SubmitText, limits: Welcome) -> Truncation | None:
+    """How tokens are cut off, if they are, with ``keep`` at least 1."""
+    cut = message.truncation
+    if cut is None or cut.side == "messages":
+        return None
+    room = limits.max_model_len - (message.sampling.max_tokens or 1)
+    return replace(cut, keep=cut.keep or max(room, 1))
+
+
 def _contradiction(param: str, why: str) -> RequestError:
     return RequestError(f"{param}: {why}", code="unsupported_value", param=param)
 
@@ -287,4 +353,4 @@ def _too_long(tokens: int, wanted: int | None, limit: int, param: str, bound: st
             f"your {param} resulted in {bound}{tokens} tokens, which leaves no room for a completion. "
             f"Please reduce the length of the {param}."
         )
-    return RequestError(said, code="context_length_exceeded", param=param)
+    return RequestError(said, code=TOO_LONG, param=param)

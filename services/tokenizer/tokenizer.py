@@ -104,6 +104,16 @@ class Tokenizer:
         """
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
+    def encode_part(self, text: str, add_special_tokens: bool, keep: int, side: str) -> tokenizers.Encoding:
+        """As ``encode``, but for tokens that are cut off from ``side``, left or right, until there are ``keep``.
+
+        Those that are added (a BOS) are kept, as transformers keeps them.
+        """
+        encoding = self.encode(text, False)
+        added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding.truncate(max(keep - added, 0), direction=side)
+        return self._backend.post_process(encoding, None, add_special_tokens)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 

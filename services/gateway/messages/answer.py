@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 import orjson
@@ -18,7 +17,7 @@ from shared.wire import Finished
 
 class MessageAnswer(Answer):
     def __init__(self, asked: MessagesRequest, call: Call, model: str) -> None:
-        self.id = f"msg_{secrets.token_hex(12)}"
+        self.id = f"msg_{call.request_id}"
         self._asked, self._call, self._model = asked, call, model
         self._blocks: list[dict[str, Any]] = []
         self._arguments: dict[int, str] = {}  # the JSON texts of tool inputs, by block

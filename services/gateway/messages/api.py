@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from services.gateway.calls import Call
 from services.gateway.chat import Chat
 from services.gateway.generation import Answer, Api, Intake
@@ -14,7 +16,9 @@ from shared.wire import SubmitText
 
 class Messages(Api[MessagesRequest]):
     request_model = MessagesRequest
-    names = NAMES
+
+    def names(self, asked: MessagesRequest) -> Mapping[str, str]:
+        return NAMES
 
     def submits(self, asked: MessagesRequest, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
         return Chat().submits(chat_request(asked, limits), limits, request_id, tenant)
@@ -27,7 +31,9 @@ class MessageCounts(Intake[CountTokensRequest]):
     """The prompts of the same requests, which are counted and not answered."""
 
     request_model = CountTokensRequest
-    names = NAMES
+
+    def names(self, asked: CountTokensRequest) -> Mapping[str, str]:
+        return NAMES
 
     def submits(self, asked: CountTokensRequest, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
         return Chat().submits(chat_request(asked, limits), limits, request_id, tenant)

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from services.gateway.conversation import check_count
+from services.gateway.fields import TEXT_ONLY, VLLM, OnlyAt
 from services.gateway.kinds import by_type
-from services.gateway.model import Model
+from services.gateway.model import Model, Off
 from services.gateway.schemas import MAX_STOPS, Asked, StopString
 
-TEXT_ONLY = "this server takes text only"
 HOSTED = "this server runs no tools itself; give tools with an input_schema, and run their calls"
 
 
@@ -54,6 +54,7 @@ class ToolUseBlock(Block):
     name: str
     input: dict[str, Any]
     caller: Any = None
+    toolset_name: str | None = None
 
 
 class ToolResultBlock(Block):
@@ -61,6 +62,7 @@ class ToolResultBlock(Block):
     tool_use_id: str
     content: Texts | None = None
     is_error: bool | None = None
+    toolset_name: str | None = None
 
 
 class ThinkingBlock(Block):
@@ -108,6 +110,8 @@ class CustomTool(Model):
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Off = None
 
 
 class ToolChoice(Model):
@@ -134,8 +138,51 @@ class OutputConfig(Model):
     format: OutputFormat | None = None
 
 
-class Metadata(Model):
-    user_id: str | None = None
+class ClearThinking(Model):
+    """What a template shows of earlier reasoning is its affair, so this has no effect."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Any = None
+
+
+NOT_CUT = "conversations are taken as they are sent"
+
+
+class ContextManagement(Model):
+    edits: (
+        list[
+            Annotated[
+                ClearThinking,
+                by_type(
+                    {"clear_thinking_20251015": ClearThinking},
+                    {"clear_tool_uses_20250919": NOT_CUT, "compact_20260112": NOT_CUT},
+                ),
+            ]
+        ]
+        | None
+    ) = Field(None, fail_fast=True)
+
+
+WITHOUT_EFFECT: dict[str, type] = {
+    "inference_geo": str,
+    "metadata": dict,
+    "service_tier": str,
+    "session_id": str,
+    "user_profile_id": str,
+    "workspace_id": str,
+}
+ONLY_AT = {
+    **VLLM,
+    "billing_policy": OnlyAt("nothing is billed"),
+    "compaction": OnlyAt(NOT_CUT),
+    "container": OnlyAt(HOSTED),
+    "diagnostics": OnlyAt("/internal/explain tells why a prompt is cached or not"),
+    "fallback_credit_token": OnlyAt("this server has one model"),
+    "fallbacks": OnlyAt("this server has one model", ([],)),
+    "mcp_servers": OnlyAt(HOSTED, ([],)),
+    "speed": OnlyAt("this server has one speed", ("standard",)),
+    "thread": OnlyAt("this server stores nothing; send the whole conversation"),
+}
 
 
 def _messages(value: Any, info: ValidationInfo) -> Any:
@@ -146,6 +193,9 @@ def _messages(value: Any, info: ValidationInfo) -> Any:
 class CountTokensRequest(Asked):
     """What makes the prompt."""
 
+    without_effect = WITHOUT_EFFECT
+    only_at = ONLY_AT
+
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
     system: Texts | None = None
     tools: list[Annotated[CustomTool, by_type({"custom": CustomTool}, {}, default="custom")]] | None = Field(
@@ -154,8 +204,14 @@ class CountTokensRequest(Asked):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # its older name
     cache_control: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_format(self) -> OutputFormat | None:
+        return self.output_format if self.output_config is None else self.output_config.format or self.output_format
 
 
 class MessagesRequest(CountTokensRequest):
@@ -164,9 +220,6 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
-    metadata: Metadata | None = None
-    service_tier: str | None = None
-    inference_geo: str | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from services.gateway.chat_schema import ChatRequest
 from services.gateway.kinds import joined
 from services.gateway.messages.schema import (
     CountTokensRequest,
@@ -16,7 +17,7 @@ from services.gateway.messages.schema import (
     ToolUseBlock,
 )
 from services.gateway.model import Limits
-from services.gateway.schemas import ChatRequest, validate
+from services.gateway.schemas import validate
 from shared.errors import RequestError
 
 # What a chat request's errors call a field, and its name here.
@@ -40,8 +41,8 @@ def chat_request(asked: CountTokensRequest, limits: Limits) -> ChatRequest:
     }
     if asked.messages[-1].role == "assistant":
         body["continue_final_message"] = True
-    if asked.output_config is not None and asked.output_config.format is not None:
-        schema = {"name": "answer", "schema": asked.output_config.format.json_schema, "strict": True}
+    if asked.wanted_format is not None:
+        schema = {"name": "answer", "schema": asked.wanted_format.json_schema, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(asked, MessagesRequest):
         body |= {name: getattr(asked, name) for name in SAME}

@@ -19,7 +19,7 @@ from shared.errors import RequestError
 
 class ResponseAnswer(Answer):
     def __init__(self, asked: ResponsesRequest, call: Call, model: str) -> None:
-        self.id = f"resp_{secrets.token_hex(24)}"
+        self.id = f"resp_{call.request_id.removeprefix('resp_')}"
         self._asked, self._call = asked, call
         self._items: list[dict[str, Any]] = []
         self._events: list[bytes] = []
@@ -43,6 +43,8 @@ class ResponseAnswer(Answer):
         """logprobs come with the first text of the piece, as the tokens of a piece are those of all its parts."""
         told = logprobs.of_chat(delta.logprobs, self._asked.top_logprobs or 0)["content"] if delta.logprobs else []
         for part in delta.parts:
+            if isinstance(part, Reasoning) and self._asked.include_reasoning is False:
+                continue
             self._grow(part, told)
             if isinstance(part, Content):
                 told = []
@@ -185,10 +187,10 @@ def _head(id: str, asked: ResponsesRequest, call: Call, model: str) -> dict[str,
         "temperature": sampling.temperature,
         "text": {"format": _format(asked), "verbosity": (asked.text and asked.text.verbosity) or "medium"},
         "tool_choice": _plain(asked.tool_choice or "auto"),
-        "tools": [_plain(tool) for tool in asked.tools or []],
+        "tools": [tool.told for tool in asked.tools or []],
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": sampling.top_p,
-        "truncation": "disabled",
+        "truncation": asked.truncation or "disabled",
         "usage": None,
         "user": asked.user,
         "metadata": asked.metadata or {},

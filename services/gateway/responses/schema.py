@@ -10,15 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from services.gateway.conversation import Effort, Verbosity, check_count
-from services.gateway.fields import shown
+from services.gateway.fields import STORED, TEXT_ONLY, VLLM, OnlyAt, shown
 from services.gateway.kinds import by_type, pick
-from services.gateway.model import Model, invalid
+from services.gateway.model import Model, Off, invalid
 from services.gateway.schemas import LogprobCount, Sampled
+from services.gateway.tools import NO_CUSTOM
 from shared.errors import RequestError
 
-STORED = "this server stores nothing; send the whole conversation as input"
 HOSTED = "this server runs no tools itself; give functions, and run their calls"
-TEXT_ONLY = "this server takes text only"
 
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
@@ -31,6 +30,7 @@ class ResponsePart(Model):
     annotations: Any = None
     logprobs: Any = None
     parsed: Any = None
+    prompt_cache_breakpoint: Any = None
 
     @property
     def plain(self) -> str:
@@ -85,6 +85,7 @@ class FunctionCallItem(Model):
     parsed_arguments: Any = None
     namespace: None = None
     caller: Any = None
+    async_: bool | None = Field(None, alias="async")
 
 
 class FunctionOutputItem(Model):
@@ -146,24 +147,38 @@ def _items(value: Any, info: ValidationInfo) -> Any:
 
 
 class FunctionTool(Model):
+    """output_schema has no effect: what a function returns is the client's affair."""
+
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    output_schema: dict[str, Any] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Off = None
+    async_: Off = Field(None, alias="async")
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """As answers tell of it."""
+        always = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
+        return {**always, **self.model_dump(exclude_none=True, by_alias=True)}
 
     @property
     def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"type"})}
+        function = {"name", "description", "parameters", "strict"}
+        return {"type": "function", "function": self.model_dump(exclude_none=True, include=function)}
 
 
 Tool = Annotated[
     FunctionTool,
     by_type(
         {"function": FunctionTool},
-        dict.fromkeys(
+        {"custom": NO_CUSTOM}
+        | dict.fromkeys(
             (
-                *("web_search", "web_search_preview", "file_search", "computer_use_preview", "computer", "custom"),
+                *("web_search", "web_search_preview", "file_search", "computer_use_preview", "computer", "tool_search"),
                 *("code_interpreter", "image_generation", "local_shell", "shell", "apply_patch", "mcp"),
             ),
             HOSTED,
@@ -229,6 +244,8 @@ class Reasoning(Model):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None  # what a template shows of it is its affair
+    mode: Literal["standard"] | None = None
 
 
 class ResponseStreamOptions(Model):
@@ -246,17 +263,27 @@ Included = Literal[
     "web_search_call.results",
 ]
 
-# Fields that ask for what this server does not do, at the value that does not ask for it; null never does.
-REFUSED: dict[str, tuple[Any, str]] = {
-    "background": (False, "this server answers while the client waits"),
-    "conversation": (None, STORED),
-    "previous_response_id": (None, STORED),
-    "prompt": (None, "this server stores no prompt templates"),
-    "truncation": ("disabled", "a conversation that is too long is refused, not cut"),
+WITHOUT_EFFECT: dict[str, type] = {"session_id": str}
+ONLY_AT = {
+    **VLLM,
+    "access_programs": OnlyAt("this server has none"),
+    "background": OnlyAt("this server answers while the client waits", (False,)),
+    "background_options": OnlyAt("this server answers while the client waits"),
+    "context_management": OnlyAt("conversations are not compacted; see truncation", ([],)),
+    "conversation": OnlyAt(STORED),
+    "enable_response_messages": OnlyAt("/v1/chat/completions/render tells the prompt", (False,)),
+    "image": OnlyAt(TEXT_ONLY),
+    "moderation": OnlyAt("this server has no moderation model"),
+    "previous_input_messages": OnlyAt("they are of a format that no model here has", ([],)),
+    "previous_response_id": OnlyAt(STORED),
+    "prompt": OnlyAt("this server stores no prompt templates"),
 }
 
 
 class ResponsesRequest(Sampled):
+    without_effect = WITHOUT_EFFECT
+    only_at = ONLY_AT
+
     input: Annotated[
         list[Item],
         Field(min_length=1, fail_fast=True),
@@ -281,11 +308,8 @@ class ResponsesRequest(Sampled):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
-    background: bool | None = None
-    conversation: str | dict[str, Any] | None = None
-    previous_response_id: str | None = None
-    prompt: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -293,10 +317,5 @@ class ResponsesRequest(Sampled):
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or [])
 
     def check(self) -> None:
-        for name, (neutral, why) in REFUSED.items():
-            value = getattr(self, name)
-            if value is not None and value != neutral:
-                message = f"{name}: {shown(value)} is not supported: {why}"
-                raise RequestError(message, code="unsupported_value", param=name)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only allowed when stream is true", param="stream_options")

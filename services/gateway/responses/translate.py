@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.gateway.chat_schema import ChatRequest
 from services.gateway.kinds import joined
 from services.gateway.model import Limits
 from services.gateway.responses.schema import (
@@ -15,7 +16,7 @@ from services.gateway.responses.schema import (
     ReasoningItem,
     ResponsesRequest,
 )
-from services.gateway.schemas import ChatRequest, Sampled, validate
+from services.gateway.schemas import Sampled, validate
 from shared.errors import RequestError
 
 # What a chat request's errors call a field, and its name here.
@@ -32,7 +33,7 @@ def chat_request(asked: ResponsesRequest, limits: Limits) -> ChatRequest:
     """Raises RequestError, with the names of chat requests."""
     tools, choice = _tools(asked)
     body: dict[str, Any] = {
-        **asked.model_dump(include=set(Sampled.model_fields), exclude_none=True),
+        **asked.model_dump(mode="json", by_alias=True, include=set(Sampled.model_fields), exclude_none=True),
         "messages": _messages(asked),
         "max_completion_tokens": asked.max_output_tokens,
         "logprobs": asked.wants_logprobs or None,

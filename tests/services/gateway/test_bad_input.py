@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.fields import ONLY_AT, WITHOUT_EFFECT
+from services.gateway.fields import GENERATION_ONLY_AT, GENERATION_WITHOUT_EFFECT
 from shared.grammar import MAX_GRAMMAR_CHARS
 from shared.wire import SubmitText
 from tests.services.gateway.background import CHAT, Posted
@@ -180,7 +180,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "contradicts"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0", "type 'web_search' is not supported; supported: function"),
     ({"tools": [tool("no spaces")]}, "tools.0.function.name", "^[a-zA-Z0-9_-]{1,64}$"),
     ({"tools": [tool("x" * 65)]}, "tools.0.function.name", "^[a-zA-Z0-9_-]{1,64}$"),
     ({"tools": [tool("f"), tool("f")]}, "tools.1.function.name", "'f' is the name of another tool"),
@@ -194,7 +194,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 1}, "logprobs", "valid boolean"),
     ({"top_logprobs": 1}, "top_logprobs", "only when logprobs is true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
-    ({"echo": True}, "echo", "not supported"),
+    ({"echo": 1}, "echo", "valid boolean"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs", "dictionary"),
     ({"prompt": "x"}, "prompt", "not known"),
     (
@@ -296,10 +296,10 @@ def test_body_over_the_limit(client: httpx.Client) -> None:
 def test_fields_without_effect_are_accepted(pipeline: Pipeline, client: httpx.Client) -> None:
     """Every field of the tables, at every value that asks for nothing; nothing reaches the tokenizer but the prompt."""
     bodies: list[dict[str, Any]] = [
-        {name: kind() for name, kind in WITHOUT_EFFECT.items()},
-        dict.fromkeys(WITHOUT_EFFECT),
+        {name: kind() for name, kind in GENERATION_WITHOUT_EFFECT.items()},
+        dict.fromkeys(GENERATION_WITHOUT_EFFECT),
     ]
-    bodies += [{name: value} for name, allowed in ONLY_AT.items() for value in (*allowed, None)]
+    bodies += [{name: value} for name, rule in GENERATION_ONLY_AT.items() for value in (*rule.values, None)]
     for extra in bodies:
         posted = Posted(client, "/v1/completions", {**TEXT, **extra})
         answer = pipeline.tokenizer.submitted()

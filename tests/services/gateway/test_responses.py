@@ -156,7 +156,6 @@ def test_logprobs(pipeline: Pipeline, client: httpx.Client) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' is not supported: this server stores"),
         ({"conversation": "conv_1"}, "conversation", "stores nothing"),
         ({"background": True}, "background", "True is not supported"),
-        ({"truncation": "auto"}, "truncation", "refused, not cut"),
         ({"prompt": {"id": "x"}}, "prompt", "no prompt templates"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from openai.resources.chat.completions import Completions
-from openai.resources.completions import Completions as TextCompletions
 
-from services.gateway.fields import drop_without_effect
-from services.gateway.model import Limits, Model
-from services.gateway.schemas import ChatRequest, CompletionRequest, validate
+from services.gateway.chat_schema import ChatRequest
+from services.gateway.model import Limits
+from services.gateway.schemas import CompletionRequest, validate
 from shared.errors import RequestError
 from shared.sampling import LogitRules, SamplingDefaults, SamplingParams
 
@@ -128,11 +125,3 @@ def test_only_allowed_tools_are_tools() -> None:
     with pytest.raises(RequestError, match="'d' is not among the tools") as caught:
         asked_chat(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}).tool_use  # noqa: B018
     assert caught.value.param == "tool_choice.allowed_tools.tools.0.function.name"
-
-
-@pytest.mark.parametrize(("method", "model"), [(Completions, ChatRequest), (TextCompletions, CompletionRequest)])
-def test_openais_own_client_has_no_field_that_is_not_known(method: Any, model: type[Model]) -> None:
-    """Each is honoured, has no effect or is refused with a reason; null never asks for anything."""
-    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-    names = inspect.signature(method.create).parameters.keys() - own
-    drop_without_effect(dict.fromkeys(names), model.model_fields)
