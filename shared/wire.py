@@ -365,11 +365,20 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """So many tokens of the prompt did not have to be computed, as in the DONE that comes at the end."""
+
+    rid: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens(Message):
     """scheduler → tokenizer, one per step: new ids of all its requests. Entry i: rid, seq, offset, ids by counts.
 
     logprobs: of ids whose requests asked for them, the entries being places in ``ids``. prompts: those of a prompt come
-    with the first token of the first sequence, and again whenever that is sent again.
+    with the first token of the first sequence, and again whenever that is sent again; so does cached, of prompts that
+    were in part.
     """
 
     kind: ClassVar[Kind] = Kind.TOKENS
@@ -383,6 +392,7 @@ class Tokens(Message):
     done: list[Done] = field(default_factory=list)
     logprobs: Logprobs | None = None
     prompts: list[PromptLogprobs] = field(default_factory=list)
+    cached: list[Cached] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +442,8 @@ class Text(Message):
     Entry i: text that starts at character ``offsets[i]`` of the sequence's output, all of it of the channel
     ``channels[i]`` (see ``shared.channels``; offsets count the characters of all channels). ``token_counts[i]`` output
     tokens are covered once this text is delivered. ids, cut by ``id_counts``, holds new ids of requests that asked for
-    them, logprobs what is known of these tokens, and prompts the same of prompts, before or with their first text.
+    them, logprobs what is known of these tokens, and prompts the same of prompts, before or with their first text, as
+    cached comes.
     """
 
     kind: ClassVar[Kind] = Kind.TEXT
@@ -448,6 +459,7 @@ class Text(Message):
     done: list[Done] = field(default_factory=list)
     logprobs: list[TextLogprobs] = field(default_factory=list)
     prompts: list[PromptText] = field(default_factory=list)
+    cached: list[Cached] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

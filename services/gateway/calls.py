@@ -214,6 +214,7 @@ class Request:
         self.accepted = False
         self.ended = False  # nothing of it is left beyond this process, so it needs no CANCEL
         self.prompt_tokens = 0
+        self.cached_tokens = 0  # of these, known from the first text on
         self.prompt_ids: list[int] = []
         self.prompt = ""  # its text, for echo
         self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens, if the client wants them

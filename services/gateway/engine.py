@@ -372,6 +372,9 @@ class Engine:
 
     def _on_text(self, tokenizer: Tokenizer, message: Text) -> None:
         now = time.monotonic()
+        for cached in message.cached:
+            if request := tokenizer.requests.get(cached.rid):
+                request.cached_tokens = cached.tokens
         for prompt in message.prompts:
             if request := tokenizer.requests.get(prompt.rid):
                 request.prompt_logprobs = prompt.tokens

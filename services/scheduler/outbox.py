@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from shared.codec import int32
 from shared.logprobs import Found, columns
-from shared.wire import Done, Finished, PromptLogprobs, Tokens
+from shared.wire import Cached, Done, Finished, PromptLogprobs, Tokens
 
 
 class Outbox:
     """Columns of new ids and the ends of sequences for one tokenizer, collected over a step."""
 
     __slots__ = (
+        "_cached",
         "_counts",
         "_done",
         "_finished",
@@ -51,6 +52,10 @@ class Outbox:
         """logprobs: of the prompt's tokens from the second on."""
         self._prompts.append(PromptLogprobs(rid, columns(enumerate(logprobs, 1))))
 
+    def cached(self, rid: int, tokens: int) -> None:
+        """How much of its prompt a request found computed; goes with its first token."""
+        self._cached.append(Cached(rid, tokens))
+
     def finished(self, finished: Finished) -> None:
         self._finished.append(finished)
 
@@ -70,6 +75,7 @@ class Outbox:
             self._done,
             columns(self._logprobs) if self._logprobs else None,
             self._prompts,
+            self._cached,
         )
         self._clear()
         return message
@@ -84,3 +90,4 @@ class Outbox:
         self._done: list[Done] = []
         self._logprobs: list[tuple[int, Found]] = []
         self._prompts: list[PromptLogprobs] = []
+        self._cached: list[Cached] = []

@@ -309,7 +309,7 @@ class Scheduler:
                 delivered += self.constrained.deliver(sequence, token)
                 continue
             output.append(token)
-            if request.is_plain:  # nearly all: the rest of this loop is all that a token costs then
+            if request.is_plain and len(output) > 1:  # nearly always: the rest of this loop is all that it costs then
                 request.outbox.token(request.rid, sequence.index, len(output) - 1, token)
             elif not request.is_held:
                 self.streams.token(sequence)

@@ -127,4 +127,6 @@ class Streams:
             request = sequence.request
             if request.sampling.prompt_logprobs >= 0 and sequence.index == offset == 0:
                 request.outbox.prompt(request.rid, request.prompt_logprobs)
+            if request.cached_tokens and sequence.index == offset == 0:
+                request.outbox.cached(request.rid, request.cached_tokens)
             request.outbox.tokens(request.rid, sequence.index, offset, missing, sequence.logprobs[offset:])

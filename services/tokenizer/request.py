@@ -16,7 +16,7 @@ from services.tokenizer.stop import StopMatcher, StopStrings
 from shared.channels import CONTENT
 from shared.codec import Int32, int32, no_ids
 from shared.logprobs import Found
-from shared.wire import Done, Finished, PromptText, SubmitTokens, Text, TextLogprobs, TokenLogprob
+from shared.wire import Cached, Done, Finished, PromptText, SubmitTokens, Text, TextLogprobs, TokenLogprob
 
 
 @dataclass(slots=True)  # not frozen, which would cost as much as all else that is done for a token
@@ -222,8 +222,9 @@ class Request:
     """One request between a gateway and the scheduler; times are of the monotonic clock.
 
     gateway: the raw identity that gets the answer; None when it is gone. submit: what the scheduler was sent, until it
-    accepts. prompt: its text, for echo; prompt_words: its tokens with their logprobs, where they are wanted. heard:
-    when the scheduler last spoke of it. told_at: when its end was last told to the gateway.
+    accepts. prompt: its text, for echo; cached_tokens: of it, once told; prompt_words: its tokens with their logprobs,
+    where they are wanted. heard: when the scheduler last spoke of it. told_at: when its end was last told to the
+    gateway.
     """
 
     rid: int
@@ -237,6 +238,7 @@ class Request:
     prompt_tokens: int = 0
     prompt_ids: Int32 = field(default_factory=no_ids)
     prompt: str = ""
+    cached_tokens: int = 0
     prompt_words: list[TokenLogprob] = field(default_factory=list)
     skip_special: bool = True
     sequences: list[OutputSequence] = field(default_factory=list)
@@ -262,11 +264,14 @@ class TextBatch:
         self._done: list[Done] = []
         self._logprobs: list[TextLogprobs] = []
         self._prompts: list[PromptText] = []
+        self._cached: list[Cached] = []
 
     def prompt(self, request: Request) -> None:
         """What is known of the request's prompt, if anything."""
         if request.prompt_words:
             self._prompts.append(PromptText(request.rid, request.prompt_words))
+        if request.cached_tokens:
+            self._cached.append(Cached(request.rid, request.cached_tokens))
 
     def add(self, request: Request, seq: int, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
@@ -290,7 +295,7 @@ class TextBatch:
 
     def message(self) -> Text | None:
         """None when there is nothing to tell."""
-        if not (self._rids or self._finished or self._done or self._prompts):
+        if not (self._rids or self._finished or self._done or self._prompts or self._cached):
             return None
         return Text(
             rids=self._rids,
@@ -305,4 +310,5 @@ class TextBatch:
             done=self._done,
             logprobs=self._logprobs,
             prompts=self._prompts,
+            cached=self._cached,
         )

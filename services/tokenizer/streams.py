@@ -271,6 +271,10 @@ class Streams:
         now, ids, start, new = self._clock(), message.ids.tolist(), 0, 0
         batches: defaultdict[bytes | None, TextBatch] = defaultdict(TextBatch)
         logprobs = dict(by_entry(message.logprobs)) if message.logprobs is not None else {}
+        for cached in message.cached:
+            if (found := self._find(cached.rid, 0)) is not None and not found[0].cached_tokens:
+                found[0].cached_tokens = cached.tokens
+                batches[found[0].gateway].prompt(found[0])
         for prompt in message.prompts:
             self._take_prompt(prompt, batches)
         for rid, seq, offset, count in zip(message.rids, message.seqs, message.offsets, message.counts, strict=True):

@@ -21,7 +21,7 @@ class MessageAnswer(Answer):
         self._asked, self._call, self._model = asked, call, model
         self._blocks: list[dict[str, Any]] = []
         self._arguments: dict[int, str] = {}  # the JSON texts of tool inputs, by block
-        self._open = False
+        self._open = self._started = False
         self._finished: Finished | None = None
         self._events: list[bytes] = []
 
@@ -35,14 +35,11 @@ class MessageAnswer(Answer):
         return self._message(self._blocks, self._stop(), self._usage())
 
     def opening(self) -> list[bytes]:
-        """What of the prompt is cached is not known yet; the last events tell it."""
-        usage = {**_usage(self._call.requests[0].prompt_tokens, 0, 0)}
-        none = {"stop_reason": None, "stop_sequence": None}
-        self._tell("message_start", message=self._message([], none, usage))
-        self._tell("ping")
-        return self._taken()
+        """Nothing: ``message_start`` tells how much of the prompt was cached, which is known from the first text on."""
+        return []
 
     def piece(self, index: int, request: Request, delta: Delta) -> list[bytes]:
+        self._start()
         for part in delta.parts:
             self._grow(part)
         if delta.finished is not None:
@@ -50,13 +47,23 @@ class MessageAnswer(Answer):
         return self._taken()
 
     def failure(self, error: RequestError) -> list[bytes]:
-        return [named_event("error", anthropic_error_body(error))]
+        self._start()
+        return [*self._taken(), named_event("error", anthropic_error_body(error))]
 
     def ending(self) -> list[bytes]:
         self._end()
         self._tell("message_delta", delta=self._stop(), usage=self._usage())
         self._tell("message_stop")
         return self._taken()
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        self._started = True
+        request, none = self._call.requests[0], {"stop_reason": None, "stop_sequence": None}
+        usage = _usage(request.prompt_tokens, request.cached_tokens, 0)
+        self._tell("message_start", message=self._message([], none, usage))
+        self._tell("ping")
 
     # ---- blocks ----
 
@@ -98,6 +105,7 @@ class MessageAnswer(Answer):
 
     def _end(self) -> None:
         """An answer has at least one block, if an empty one."""
+        self._start()
         if not self._blocks:
             self._begin({"type": "text", "text": ""})
         self._close()

@@ -13,7 +13,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from shared.channels import CONTENT, REASONING, arguments_of, name_of
-from shared.wire import SubmitText
+from shared.codec import int32
+from shared.wire import Cached, SubmitText, Text
 from tests.services.gateway.background import Posted, Streamed
 from tests.services.gateway.pipeline import Gateway, Pipeline
 
@@ -67,12 +68,13 @@ def test_events(pipeline: Pipeline, client: httpx.Client) -> None:
     answer = pipeline.tokenizer.submitted()
     answer.accept()
     assert streamed.opened().headers["content-type"].startswith("text/event-stream")
-    start = streamed.next()
-    assert start["type"] == "message_start" and start["message"]["usage"]["input_tokens"] == 5
+    answer.send(Text([], [], [], [], [], [], [], int32([]), cached=[Cached(answer.rid, 4)]))
     answer.text("Hel")
     answer.text("lo")
     answer.finish("length", cached=4)
-    events = [start, *streamed.rest()]
+    events = streamed.rest()
+    start = events[0]
+    assert start["type"] == "message_start"
     assert events[1] == {"type": "ping"}
     for event in events:
         if event["type"] != "ping":
@@ -86,7 +88,19 @@ def test_events(pipeline: Pipeline, client: httpx.Client) -> None:
     assert "".join(delta["text"] for delta in deltas) == "Hello"
     last = events[-2]
     assert last["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert last["usage"]["cache_read_input_tokens"] == 4 and last["usage"]["output_tokens"] == 2
+    # Of the prompt's five tokens, at the beginning as at the end: what was cached is counted beside the rest.
+    prompt = {"input_tokens": 1, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4}
+    assert start["message"]["usage"] == {**prompt, "output_tokens": 0}
+    assert last["usage"] == {**prompt, "output_tokens": 2}
+
+
+def test_an_error_before_any_text(pipeline: Pipeline, client: httpx.Client) -> None:
+    streamed = Streamed(client, PATH, HI)
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    answer.finish("error", message="too late", code="deadline_exceeded")
+    streamed.opened()
+    assert [event["type"] for event in streamed.rest()] == ["message_start", "ping", "error"]
 
 
 def test_an_error_in_the_middle(pipeline: Pipeline, client: httpx.Client) -> None:
@@ -96,7 +110,9 @@ def test_an_error_in_the_middle(pipeline: Pipeline, client: httpx.Client) -> Non
     streamed.opened()
     answer.text("Hel")
     answer.finish("error", message="the worker died")
-    assert streamed.rest()[-1] == {"type": "error", "error": {"type": "api_error", "message": "the worker died"}}
+    events = streamed.rest()
+    assert events[0]["type"] == "message_start"
+    assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "the worker died"}}
 
 
 def test_a_conversation_is_sent_back(pipeline: Pipeline, client: httpx.Client) -> None:

@@ -102,6 +102,7 @@ class Simulation:
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.finished: dict[tuple[int, int], Finished] = {}
         self.done: dict[int, Done] = {}
+        self.cached: dict[int, int] = {}  # tokens of prompts, as told with the first token
         self._tables: dict[int, list[int]] = {}
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
@@ -254,6 +255,10 @@ class Simulation:
                 assert overlap == piece[: len(overlap)], "a token was sent twice with two values"
                 output[offset : offset + count] = piece
                 start += count
+            self.cached |= {cached.rid: cached.tokens for cached in message.cached}
+            for done in message.done:
+                told = self.cached.get(done.rid, 0)
+                assert told == done.cached_tokens or not self.outputs.get((done.rid, 0)), "told otherwise at first"
             self.finished |= {(finished.rid, finished.seq): finished for finished in message.finished}
             self.done |= {done.rid: done for done in message.done}
             if acknowledge:

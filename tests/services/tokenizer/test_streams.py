@@ -26,6 +26,7 @@ from shared.sampling import SamplingParams
 from shared.wire import (
     Accept,
     Ack,
+    Cached,
     Cancel,
     Done,
     Finished,
@@ -189,6 +190,24 @@ def test_ends_wait_for_what_was_lost(table: Table, byte_level: Library) -> None:
         assert text[0].finished[0].reason == "length" and text[0].done[0].completion_tokens == len(ids)
         table.streams.tokens(tokens(1, 0, ids, end="length"))
         assert table.taken(Text) == []
+
+    asyncio.run(main())
+
+
+def test_what_of_a_prompt_was_cached_is_told_with_its_first_text_and_again(table: Table, byte_level: Library) -> None:
+    async def main() -> None:
+        await table.accepted()
+        a = byte_level.token_to_id("a")
+        for _ in range(2):  # the second time it is known
+            table.streams.tokens(Tokens(1, [1], [0], [0], [1], int32([a]), cached=[Cached(1, 2), Cached(9, 4)]))
+        (text,) = table.taken(Text)
+        assert text.cached == [Cached(1, 2)] and text.texts == ["a"]
+        table.streams.tokens(tokens(1, 1, [a]))
+        (text,) = table.taken(Text)
+        assert text.cached == []
+        table.streams.resume(GATEWAY, Resume(1, 0, 0))
+        (text,) = table.taken(Text)
+        assert text.cached == [Cached(1, 2)] and text.texts == ["aa"]
 
     asyncio.run(main())
 
