@@ -377,8 +377,8 @@ class Tokens(Message):
     """scheduler → tokenizer, one per step: new ids of all its requests. Entry i: rid, seq, offset, ids by counts.
 
     logprobs: of ids whose requests asked for them, the entries being places in ``ids``. prompts: those of a prompt come
-    with the first token of the first sequence, and again whenever that is sent again; so does cached, of prompts that
-    were in part.
+    with the first token of the first sequence, and again whenever that is sent again. cached: of prompts that were in
+    part, with a request's first token, and again whenever any is sent again.
     """
 
     kind: ClassVar[Kind] = Kind.TOKENS

@@ -29,7 +29,7 @@ class Outbox:
         self._clear()
 
     def __bool__(self) -> bool:
-        return bool(self._rids or self._finished or self._done)
+        return bool(self._rids or self._finished or self._done or self._cached)
 
     def token(self, rid: int, seq: int, offset: int, token: int) -> None:
         self._rids.append(rid)

@@ -303,13 +303,14 @@ class Scheduler:
                 request.first_token = now
                 self.stats.prompt_computed(len(request.prompt))
                 self.stats.prompt_cached(len(request.prompt), request.cached_tokens)
+                self.streams.cached(request)
             if request.search is not None:
                 continue
             if sequence.grammar is not None:
                 delivered += self.constrained.deliver(sequence, token)
                 continue
             output.append(token)
-            if request.is_plain and len(output) > 1:  # nearly always: the rest of this loop is all that it costs then
+            if request.is_plain:  # nearly all: the rest of this loop is all that a token costs then
                 request.outbox.token(request.rid, sequence.index, len(output) - 1, token)
             elif not request.is_held:
                 self.streams.token(sequence)

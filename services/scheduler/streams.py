@@ -36,6 +36,7 @@ class Streams:
     def attach(self, request: Request, owner: bytes, counts: list[int]) -> None:
         """``owner`` takes a request over, having ``counts`` tokens of each sequence already."""
         request.outbox = self.outbox(owner)
+        self.cached(request)
         if request.is_held:
             return
         for sequence in request.sequences:
@@ -53,6 +54,7 @@ class Streams:
             outbox.finished(Finished(rid, index, offset, "error", message="the scheduler does not know this request"))
             outbox.done(Done(rid, prompt_tokens=0, cached_tokens=0, completion_tokens=offset))
         elif 0 <= index < len(request.sequences) and not request.is_held:
+            self.cached(request)
             self._send_from(request.sequences[index], offset)
             self.send_ends(request)
 
@@ -63,6 +65,11 @@ class Streams:
                 request.outbox.finished(sequence.finished)
         if request.done is not None:
             request.outbox.done(request.done)
+
+    def cached(self, request: Request) -> None:
+        """Sends how much of the prompt was computed already, if anything."""
+        if request.cached_tokens:
+            request.outbox.cached(request.rid, request.cached_tokens)
 
     def token(self, sequence: Sequence) -> None:
         """Sends the newest token of a sequence, with all that is told of it."""
@@ -127,6 +134,4 @@ class Streams:
             request = sequence.request
             if request.sampling.prompt_logprobs >= 0 and sequence.index == offset == 0:
                 request.outbox.prompt(request.rid, request.prompt_logprobs)
-            if request.cached_tokens and sequence.index == offset == 0:
-                request.outbox.cached(request.rid, request.cached_tokens)
             request.outbox.tokens(request.rid, sequence.index, offset, missing, sequence.logprobs[offset:])

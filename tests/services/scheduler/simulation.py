@@ -102,7 +102,7 @@ class Simulation:
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.finished: dict[tuple[int, int], Finished] = {}
         self.done: dict[int, Done] = {}
-        self.cached: dict[int, int] = {}  # tokens of prompts, as told with the first token
+        self.cached: dict[int, int] = {}  # tokens of prompts, as told by the first message with tokens of a request
         self._tables: dict[int, list[int]] = {}
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
@@ -256,9 +256,9 @@ class Simulation:
                 output[offset : offset + count] = piece
                 start += count
             self.cached |= {cached.rid: cached.tokens for cached in message.cached}
+            self.cached |= {rid: 0 for rid in message.rids if rid not in self.cached}
             for done in message.done:
-                told = self.cached.get(done.rid, 0)
-                assert told == done.cached_tokens or not self.outputs.get((done.rid, 0)), "told otherwise at first"
+                assert self.cached.get(done.rid, done.cached_tokens) == done.cached_tokens, "told otherwise at first"
             self.finished |= {(finished.rid, finished.seq): finished for finished in message.finished}
             self.done |= {done.rid: done for done in message.done}
             if acknowledge:
