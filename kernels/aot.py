@@ -29,9 +29,7 @@ from triton.compiler import ASTSource
 import kernels.triton as ops
 from kernels.triton import tiles
 from kernels.triton.attention import FEW_ROWS
-
-_HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
-_CACHE = Path(os.environ.get("QUIRE_CACHE") or _HOME) / f"triton-{triton.__version__}"
+from shared.models.cache import cache_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +170,7 @@ def _attention(
         kv = _empty(512, 2, 8, 16, head_dim, dtype=dtype)
         table, lens, bounds = (_empty(*shape, dtype=torch.int32) for shape in ((2, 256), (2,), (3,)))
         ops.paged_decode(_empty(2, 8 * group, head_dim, dtype=dtype), kv, table, lens, 0.1, window, softcap)
-        tokens = FEW_ROWS  # more than few rows: both tiles
+        tokens = FEW_ROWS  # more than few rows of each KV head, so that both tiles are launched
         queries = _empty(tokens, 8 * group, head_dim, dtype=dtype)
         ops.paged_prefill(queries, kv, table, bounds, lens, 0.1, window, softcap)
 
@@ -252,7 +250,7 @@ def _largest(pattern: str, text: str) -> int:
 
 def check(targets: Iterable[Target] = TARGETS) -> tuple[list[Report], list[str]]:
     """Compiles everything. Returns the table and what is wrong with it, a line each."""
-    os.environ.setdefault("TRITON_CACHE_DIR", str(_CACHE))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_root() / f"triton-{triton.__version__}"))
     reports, problems = [], []
     for target in targets:
         seen = set()

@@ -53,7 +53,6 @@ class Link:
         self.address = address
         self.malformed = 0
         self.dropped = 0
-        self.peer_progress = 0
         self._socket = connect_dealer(context, identity, address, security)
         self._hello, self._heartbeat = hello, heartbeat
         self._on_message, self._on_welcome, self._on_lost, self._on_gone = on_message, on_welcome, on_lost, on_gone
@@ -61,21 +60,13 @@ class Link:
         self._ever_welcomed = False
         self._told_gone = False
         self._malformed_log, self._fault_log = LimitedLog(log), LimitedLog(log)
-        self._welcomed = asyncio.Event()
+        self._welcomed = False
         self._heard = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def welcomed(self) -> bool:
-        return self._welcomed.is_set()
-
-    async def wait_welcomed(self, timeout: float) -> bool:
-        """Whether a WELCOME came within ``timeout`` seconds."""
-        try:
-            await asyncio.wait_for(self._welcomed.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
+        return self._welcomed
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
@@ -93,7 +84,7 @@ class Link:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._welcomed.is_set():
+        if self._welcomed:
             self.send(Goodbye(reason))
         self._socket.close(linger=200)
 
@@ -109,13 +100,13 @@ class Link:
                 self.send(Fault(str(error)))
                 continue
             if isinstance(message, Heartbeat):
-                self.peer_progress = message.progress
+                pass  # that it was heard is all
             elif isinstance(message, Welcome):
                 self._ever_welcomed = True
                 self._on_welcome(message)
-                self._welcomed.set()
+                self._welcomed = True
             elif isinstance(message, HelloRequired):
-                self._welcomed.clear()
+                self._welcomed = False
                 self.send(self._hello())
             elif isinstance(message, Fault):
                 self._fault_log.warning("%s refused a message: %s", self.name, message.message[:500])
@@ -133,16 +124,16 @@ class Link:
         while True:
             now = time.monotonic()
             lag = max(0.0, now - due)
-            if self._welcomed.is_set():
+            if self._welcomed:
                 remind = now + REMIND_EVERY
             elif now >= remind:
                 remind = now + REMIND_EVERY
                 log.warning("still waiting for %s at %s", self.name, self.address)
-            if not self._welcomed.is_set():
+            if not self._welcomed:
                 self.send(self._hello())
                 self._notice_gone()
             elif lag < HEARTBEAT_INTERVAL and now - self._heard > SILENCE_LIMIT:
-                self._welcomed.clear()
+                self._welcomed = False
                 self._on_lost(f"{self.name} has been silent for {now - self._heard:.1f} s")
             else:
                 self.send(self._heartbeat(lag))

@@ -1,7 +1,7 @@
 """Sockets as this protocol uses them: ROUTERs that report lost peers, DEALERs with an identity, optional CURVE.
 
-Sends never block. A peer whose queue is full or that is gone raises ``PeerUnreachable``; streams are loss-safe
-(offsets and RESUME), so the caller counts it and goes on.
+Senders never block: they pass DONTWAIT, and count the EAGAIN of a full queue and the EHOSTUNREACH of a peer that is
+gone. Streams are loss-safe (offsets and RESUME), so they go on.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from shared.errors import ConfigError, QuireError
+from shared.errors import ConfigError
 
 HIGH_WATER_MARK = 100_000  # messages a peer may leave unread before sends to it fail
 MAX_MESSAGE_BYTES = 256 << 20
 IPC_PATH_LIMIT = 107  # bytes of a Unix socket's path
 LAST_WORD_MS = 500  # how long a closing socket may hold its last message
 ZAP_DOMAIN = "quire"
-
-
-class PeerUnreachable(QuireError):
-    """The ROUTER knows no such peer, or its queue is full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -622,6 +623,11 @@ class Result(Message):
     error: str = ""
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+
+
+def checksum(slots: Int32, ids: Int32) -> int:
+    """Of a result: CRC-32 of the little-endian int32 bytes of slots, then ids."""
+    return zlib.crc32(ids.astype("<i4").tobytes(), zlib.crc32(slots.astype("<i4").tobytes()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,12 @@ def paged_decode(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
+    """Attention of one query a sequence, ``q [S, H, D]``; arguments and result as in ``kernels.ops``.
+
+    The block-table walk of PagedAttention, all blocks at once: (1) look-up, a gather of each row's blocks by its table;
+    (2) partial scores, one batched product with all its keys; (3) softmax, which knows maximum and denominator without
+    running ones; (4) accumulate, a second product. Rows of similar length go together, padded to the longest.
+    """
     block_size = kv.shape[3]
     first = torch.zeros_like(seq_lens)
     if window:
@@ -130,6 +136,10 @@ def paged_prefill(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
+    """Causal attention of the last tokens of each sequence, ``q [T, H, D]``; arguments, result as in ``kernels.ops``.
+
+    One sequence after another: its blocks are gathered by its table (1), and torch's attention does the rest (2 to 4).
+    """
     out = torch.zeros_like(q)
     bounds = cu_seqlens.tolist()
     for row, length in enumerate(seq_lens.tolist()):

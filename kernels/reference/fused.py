@@ -1,4 +1,6 @@
-"""Norms, rotary embedding and the gated activation; float32 inside whatever the dtype outside."""
+"""Norms, rotary embedding and the gated activation; float32 inside whatever the dtype outside.
+
+Arguments and results are as in ``kernels.ops``; so they are in the modules beside this one."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from services.scheduler.request import Sequence
 
-MODES = ("recompute", "swap", "auto")
 SMOOTHING = 0.2  # weight of the newest measurement in a moving average
 REMEMBERED = 64  # decisions kept to be shown
 
@@ -70,7 +69,7 @@ class Costs:
 
 
 class Preemption:
-    """``mode`` is one of MODES; swapping also needs room on the host, or it is computed again after all."""
+    """``mode`` is that of ``--preemption-mode``; swapping also needs room on the host, or it is computed again."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 
-import numpy as np
-
-from shared.codec import Int32
 from shared.errors import ConfigError, QuireError, WireError
 from shared.peers import Peer
-from shared.wire import Hello, Memory, Result
+from shared.wire import Hello, Memory, Result, checksum
 
 
 class RankError(QuireError):
     """A rank failed a step, or ranks disagree about its result."""
-
-
-def checksum(slots: Int32, ids: Int32) -> int:
-    """CRC-32 of the little-endian int32 bytes of slots, then ids."""
-    return zlib.crc32(ids.astype("<i4").tobytes(), zlib.crc32(slots.astype("<i4").tobytes()))
 
 
 class Ranks:
@@ -94,7 +85,7 @@ class Ranks:
             return None
         del self._results[result.step_id]
         first = answers[0]
-        expected = checksum(np.asarray(first.slots), np.asarray(first.ids))
+        expected = checksum(first.slots, first.ids)
         wrong = [rank for rank in sorted(answers) if answers[rank].checksum != expected]
         if wrong:
             names = ", ".join(str(rank) for rank in wrong)

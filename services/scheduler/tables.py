@@ -86,11 +86,6 @@ class Tables:
             self._writers.setdefault(key, sequence)
         return cached, source
 
-    @property
-    def is_being_computed(self) -> bool:
-        """Whether somebody computes blocks that others may wait for."""
-        return bool(self._writers)
-
     def publish(self, sequence: Sequence, length: int) -> None:
         """The KV of the sequence's first ``length`` tokens is written: others may find its full blocks now."""
         chain, size, blocks = sequence.chain, self.block_size, sequence.blocks
@@ -166,6 +161,9 @@ class Tables:
         pool, cache = self.pool, self.cache
         yield from pool.audit(holdings)
         yield from cache.audit()
+        assert all(writer.blocks for writer in self._writers.values()), (
+            "who has no blocks is waited for to compute some"
+        )
         place: dict[int, int] = {}
         for index, block in enumerate(pool.cached()):
             if index % AUDITED == 0:

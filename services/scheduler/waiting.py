@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from services.scheduler.fair_shares import FairShares
 from services.scheduler.request import Sequence
 
-POLICIES = ("fcfs", "priority", "fair")
 LOOKAHEAD = 16  # waiting sequences looked at in one step when the first does not fit
 MAX_PASSES = 32  # smaller sequences that may pass one that does not fit, before memory is kept for it
 

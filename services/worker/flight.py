@@ -50,6 +50,10 @@ class Flight:
         self._running: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
     def launch(self, plan: Plan, mask: MaskSource) -> None:
         step: Launched
         try:

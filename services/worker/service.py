@@ -9,12 +9,10 @@ import queue
 import socket
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import zmq
 
 from services.worker.executor import Executor, StepOutput
@@ -40,6 +38,7 @@ from shared.wire import (
     PlanRequired,
     Result,
     Welcome,
+    checksum,
     decode,
     encode,
 )
@@ -51,6 +50,7 @@ REFUSAL_LIMIT = 10  # HELLOs refused, one a second, before it gives up: a rank w
 MASK_TIMEOUT = 30.0  # seconds a step waits for its mask
 REMIND_EVERY = 30.0  # seconds between log lines while waiting for it
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+WAIT_BUCKETS = (0.0001, 0.0002, *STEP_BUCKETS)
 
 
 class WorkerService:
@@ -82,6 +82,12 @@ class WorkerService:
         self._flight = Flight(executor, self._wake)
         self._registry = registry or Registry()
         self._steps = self._registry.histogram("quire:worker_step_seconds", "Time of a step.", STEP_BUCKETS)
+        self._waits = self._registry.histogram(
+            "quire:worker_wait_seconds",
+            "Time from a step's end to the next one's beginning, idle times too.",
+            WAIT_BUCKETS,
+        )
+        self._free_since: float | None = None  # when the last step ended, unless one has begun since
         self._malformed = self._registry.counter("quire:malformed_messages", "Messages that did not decode or fit.")
         self._stale = self._registry.counter(
             "quire:stale_plans", "Plans of another epoch, and masks of steps that were given up."
@@ -262,25 +268,29 @@ class WorkerService:
                 self._send(PlanRequired(*self._pair, self._last_step))
             return
         self._last_step = plan.step_id
+        if self._free_since is not None:
+            self._waits.observe(time.monotonic() - self._free_since)
+            self._free_since = None
         self._flight.launch(plan, lambda: self._await_mask(plan))
         self._tell()
 
     def _tell(self) -> None:
         """Sends the results of steps that are over."""
         while (landed := self._flight.landed()) is not None:
+            if self._flight.is_empty:
+                self._free_since = time.monotonic()
             if not landed.error:
                 self._steps.observe(landed.output.timings["total"])
             self._send(self._result(landed.plan, landed.output, landed.error))
 
     def _result(self, plan: Plan, output: StepOutput, error: str) -> Result:
-        slots, ids = np.asarray(output.slots, dtype="<i4"), np.asarray(output.ids, dtype="<i4")
-        first = self._rank == 0
+        slots, ids, first = output.slots, output.ids, self._rank == 0
         return Result(
             step_id=plan.step_id,
             scheduler_epoch=plan.scheduler_epoch,
             worker_epoch=plan.worker_epoch,
             rank=self._rank,
-            checksum=zlib.crc32(ids.tobytes(), zlib.crc32(slots.tobytes())),
+            checksum=checksum(slots, ids),
             slots=slots if first else no_ids(),
             ids=ids if first else no_ids(),
             timings=output.timings,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +44,20 @@ def cpuinfo(folder: Path, flags: str) -> Path:
 )
 def test_only_what_the_processor_has(tmp_path: Path, flags: str, expected: list[str]) -> None:
     assert [isa.name for isa in build.supported(cpuinfo(tmp_path, flags))] == expected
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+@pytest.mark.parametrize("isa", build.ISAS, ids=lambda isa: isa.name)
+def test_no_library_has_instructions_that_its_processors_may_lack(isa: build.Isa) -> None:
+    """The compiler's own word for what it may use, in the words of /proc/cpuinfo; what AVX2 implies is left out."""
+    command = ["g++", *isa.flags, "-dM", "-E", "-x", "c++", "/dev/null"]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    used = {line.split()[1].strip("_").lower() for line in macros.splitlines()}
+    extensions = {"avx", "bmi", "f16c", "fma", "lzcnt", "movbe", "amx", "sha", "aes", "pclmul", "gfni", "vaes", "xop"}
+    names = {"bmi": "bmi1", "lzcnt": "abm", "avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni"}
+    found = {names.get(name, name) for name in used if name.rstrip("0123456789") in extensions or "avx512" in name}
+    assert {"avx2", "fma", "f16c"} <= found
+    assert found <= isa.needs
 
 
 def test_a_machine_without_cpuinfo_has_nothing(tmp_path: Path) -> None:
@@ -114,15 +130,23 @@ def test_an_error_of_the_compiler_is_shown(tmp_path: Path, monkeypatch: pytest.M
     assert main([isa.name]) == 1
 
 
+@pytest.mark.parametrize("lacking", ["KERNELS_CPU_ISA is none", "there is no g++ on the PATH"])
 def test_without_kernels_the_reference_serves_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("KERNELS_CPU_ISA", "none")
+    if lacking.startswith("KERNELS_CPU_ISA"):
+        monkeypatch.setenv("KERNELS_CPU_ISA", "none")
+    elif build.supported():
+        monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(build, "PACKAGED", tmp_path)
+    else:
+        pytest.skip("there are no kernels for this processor")
     assert select(CPU).name == "reference"
-    assert [r.getMessage() for r in caplog.records] == [
-        "no native CPU kernels, the slower torch ones run instead: KERNELS_CPU_ISA is none"
-    ]
-    with pytest.raises(UnavailableError, match="KERNELS_CPU_ISA is none"):
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"no native CPU kernels, the slower torch ones run instead: {lacking}")
+    with pytest.raises(UnavailableError, match=re.escape(lacking)):
         select(CPU, "cpu")
 
 

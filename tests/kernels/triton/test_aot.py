@@ -14,6 +14,8 @@ import torch
 pytest.importorskip("triton")
 from kernels import aot
 from kernels import triton as kernels
+from kernels.triton import attention, fused, memory, sampling
+from kernels.triton.tiles import Tile, decode_tile, prefill_tile
 from kernels.triton.warmup import Shapes, warm_up
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -29,6 +31,29 @@ def test_every_kernel_compiles_within_its_limits(capsys: pytest.CaptureFixture[s
     with capsys.disabled():
         print("\n" + done.stdout)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", aot.TARGETS, ids=lambda target: target.name)
+def test_every_kernel_and_every_tile_is_among_what_is_compiled(target: aot.Target) -> None:
+    with aot.recorded(target) as launches:
+        for case in aot.cases():
+            case.call()
+        tiles = {
+            choose(head_dim, dtype)
+            for choose in (decode_tile, prefill_tile)
+            for head_dim in range(8, 257, 8)
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        }
+    modules = (attention, fused, memory, sampling)
+    kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    assert {launch.kernel for launch in launches} == kernels
+    walks = [one for one in launches if one.kernel in ("decode_kernel", "prefill_kernel")]
+    assert tiles == {Tile(constant(one, "ROWS"), constant(one, "TILE"), one.warps, one.stages) for one in walks}
+
+
+def constant(launch: aot.Launch, name: str) -> int:
+    value: int = launch.constants[(launch.function.arg_names.index(name),)]
+    return value
 
 
 @pytest.mark.parametrize("target", aot.TARGETS, ids=lambda target: target.name)

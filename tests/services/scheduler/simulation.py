@@ -282,7 +282,7 @@ class Simulation:
         assert scheduler.rows.num_used == 0
         assert scheduler.swaps.host.num_used == 0
         assert not self._named
-        assert not (scheduler.swaps.leaving or scheduler.beams.requests or scheduler.tables.is_being_computed)
+        assert not (scheduler.swaps.leaving or scheduler.beams.requests)
 
     def _take_mask(self) -> None:
         """A mask comes for each step that samples under one, and is about all who do and are not over, exactly."""

@@ -19,7 +19,6 @@ import psutil
 import pytest
 import zmq
 
-from services.scheduler.ranks import checksum
 from services.worker.executor import StepOutput
 from services.worker.null import DEFAULT_EOS, DEFAULT_VOCAB, NullExecutor
 from shared.codec import int32, no_ids
@@ -45,6 +44,7 @@ from shared.wire import (
     Stop,
     SubmitTokens,
     Welcome,
+    checksum,
     decode,
     encode,
 )

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.ranks import RankError, Ranks, checksum
+from services.scheduler.ranks import RankError, Ranks
 from shared.codec import int32, no_ids
 from shared.errors import ConfigError, WireError
 from shared.ids import Identity
 from shared.peers import Peer
-from shared.wire import PROTOCOL_VERSION, Hello, Memory, Result
+from shared.wire import PROTOCOL_VERSION, Hello, Memory, Result, checksum
 
 MEMORY = Memory(100, 0, 16, 1024, 2048, 32000, [2], "digest")
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import zmq
 
-from services.scheduler.ranks import checksum
 from services.worker.executor import Executor
 from services.worker.service import WorkerService
 from shared.codec import int32
@@ -28,6 +27,7 @@ from shared.wire import (
     PlanRequired,
     Result,
     Welcome,
+    checksum,
     decode,
     encode,
 )
@@ -122,6 +122,24 @@ def test_results_carry_epochs_checksum_and_ids(scheduler: FakeScheduler) -> None
     assert result.checksum == checksum(result.slots, result.ids)
     assert result.timings["total"] > 0
     assert scheduler.step(decode_plan(1), 2).ids.tolist() == toy_output([7, 8], 2)[1:]
+
+
+def test_what_it_waits_for_plans_is_counted(scheduler: FakeScheduler) -> None:
+    """Between two steps lies at least the time from one's result to the other's plan."""
+    scheduler.welcome()
+    begun, pauses = time.monotonic(), 0.0
+    scheduler.step(prefill(2, [7, 8], [3], full=True), 1)
+    for step_id in (2, 3, 4):
+        came = time.monotonic()
+        time.sleep(0.01)
+        pauses += time.monotonic() - came
+        scheduler.step(decode_plan(1), step_id)
+    took = time.monotonic() - begun
+    while not (beat := scheduler.receive(Heartbeat)).metrics:
+        pass
+    counts, total = beat.metrics["quire:worker_wait_seconds"][3]
+    assert sum(counts) == 3
+    assert pauses <= total <= took
 
 
 @pytest.mark.parametrize("scheduler", [1], indirect=True)
