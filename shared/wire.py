@@ -543,6 +543,7 @@ class NewRow:
     logprobs: how many of the likeliest tokens come with each result of the row, besides the sampled one; -1: none.
     masked: the row is sampled under the MASK of its step.
     run: what a grammar has given it, where that is to be told of.
+    ranked: its logprobs rank it among the answers of its request, so they are the model's own on every server.
     """
 
     slot: int
@@ -557,6 +558,7 @@ class NewRow:
     rules: RowRules | None = None
     masked: bool = False
     run: Run | None = None
+    ranked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,27 @@ def sample(
     return ids
 
 
+def filtered(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    keep: torch.Tensor,
+) -> torch.Tensor:
+    """``logits [S, V]`` over their temperatures, in float32, those that ``sample`` leaves out at -inf.
+
+    Greedy rows stay as they are. keep: an id for each row that stays in any case.
+    """
+    scaled = logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]
+    own = scaled.gather(1, keep[:, None])
+    looked_at = (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    for rows in torch.split(looked_at.nonzero().squeeze(1), _TILE):
+        kept, tokens = _filter(scaled[rows], top_k[rows], top_p[rows], min_p[rows])
+        scaled[rows] = torch.empty_like(kept).scatter_(1, tokens, kept)
+    return scaled.scatter_(1, keep[:, None], own)
+
+
 def _filter(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,6 +117,7 @@ class Draft:
                 rules=_row_rules(sequence),
                 masked=sequence.grammar is not None,
                 run=_run(sequence),
+                ranked=sequence.request.sampling.is_held,
             )
         )
 

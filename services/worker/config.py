@@ -44,6 +44,11 @@ class WorkerConfig:
         "auto", "sampling defaults: 'auto' the model's generation_config.json, 'vllm' neutral ones, or a file or folder"
     )
     override_generation_config: str = option("", 'JSON that replaces some of them, such as {"temperature": 0.6}')
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "what logprobs tell: raw the model's own, processed after penalties, masks, temperature and filters; or logits",
+        choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
+    )
     threads: int = option(
         0, "compute threads; 0: a core each, as far as affinity and the cgroup's quota go", minimum=0, maximum=1024
     )

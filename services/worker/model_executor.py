@@ -19,6 +19,7 @@ from services.worker.device import Cpu, Device
 from services.worker.executor import MaskSource, StepOutput, no_mask
 from services.worker.generation import GenerationConfig
 from services.worker.host_memory import HostMemory
+from services.worker.logprobs import LogprobsMode
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.rows import Limits
@@ -69,7 +70,8 @@ class ModelExecutor:
         self._decoder = self._load(model, files, max_model_len, kernels, config.quantization)
         limits = Limits(config.max_num_seqs, 0, config.block_size, max_model_len, model.vocab_size)
         allocate = partial(self._allocate, model, config.block_size)
-        trial = Trial(self.device, kernels, self._decoder, limits, config.max_num_batched_tokens, allocate)
+        told = LogprobsMode.named(config.logprobs_mode)
+        trial = Trial(self.device, kernels, self._decoder, limits, config.max_num_batched_tokens, allocate, told)
         row_bytes = (model.head_dim + scale_elements(self._kv_dtype)) * self._kv_dtype.itemsize
         bytes_per_token = 2 * model.num_kv_heads * row_bytes * model.num_layers
         bytes_per_block = bytes_per_token * config.block_size
@@ -85,7 +87,7 @@ class ModelExecutor:
         host = self._host_memory(kv, host_blocks)
         self.device.prepare(trial, kv, _late_compiles(registry or Registry()))
         limits = replace(limits, num_blocks=num_blocks, host_blocks=host_blocks)
-        self._runner = Runner(self.device, kernels, self._decoder, limits, kv, host)
+        self._runner = Runner(self.device, kernels, self._decoder, limits, kv, host, told)
         self._memory = Memory(
             num_blocks=num_blocks,
             host_blocks=host_blocks,

@@ -99,6 +99,7 @@ class Rows:
         self.seed = np.zeros(slots, dtype=np.int64)
         self.logprobs = np.full(slots, -1, dtype=np.int64)
         self.masked = np.zeros(slots, dtype=np.bool_)
+        self.ranked = np.zeros(slots, dtype=np.bool_)
 
     def apply(self, plan: Plan) -> Step:
         """Checks ``plan`` and makes its changes, lengths after the step included. Raises PlanError, changing nothing.
@@ -306,6 +307,7 @@ class Rows:
             self.seed[row.slot] = row.seed
             self.logprobs[row.slot] = row.logprobs
             self.masked[row.slot] = row.masked
+            self.ranked[row.slot] = row.ranked
 
     def _write_tables(self, plan: Plan, appended_at: Ints) -> None:
         begin = 0

@@ -13,9 +13,10 @@ from kernels.ops import Kernels
 from services.worker.device import Array, Device, Mark
 from services.worker.executor import MaskSource, StepOutput
 from services.worker.host_memory import HostMemory
+from services.worker.logprobs import RAW_LOGPROBS, FetchedLogprobs, LogprobsMode, joined
 from services.worker.models.decoder import Decoder
 from services.worker.rows import Ints, Limits, Rows, Step
-from services.worker.sampler import FetchedLogprobs, Sampled, Sampler, joined
+from services.worker.sampler import Sampled, Sampler
 from shared.wire import Plan
 
 
@@ -50,7 +51,7 @@ class RunningStep:
 
 
 class Runner:
-    """Rows and KV memory of one rank. kv: a tensor a layer; host: for swapped blocks."""
+    """Rows and KV memory of one rank. kv: a tensor a layer; host: for swapped blocks; told: which logprobs."""
 
     def __init__(
         self,
@@ -60,11 +61,12 @@ class Runner:
         limits: Limits,
         kv: list[torch.Tensor],
         host: HostMemory,
+        told: LogprobsMode = RAW_LOGPROBS,
     ) -> None:
         self.kv = kv
         self._device, self._kernels, self._decoder, self._host = device, kernels, decoder, host
         self._rows = Rows(limits)
-        self._sampler = Sampler(self._rows, kernels, device)
+        self._sampler = Sampler(self._rows, kernels, device, told)
         # By slot. Ids stay on the device: a step begins before the host knows what the one before has sampled.
         self._last_token = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device.where)
 

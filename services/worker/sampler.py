@@ -6,46 +6,26 @@ What a step samples is fetched from the device without waiting for it: ``take`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import torch
 
 from kernels.edits import LogitEdits
 from kernels.ops import Kernels
+from kernels.reference.sampling import filtered
 from services.worker.device import Device, Mark
 from services.worker.executor import MaskSource
-from services.worker.logit_rules import LogitRules, RuledRow
+from services.worker.logit_rules import BANNED, LogitRules, RuledRow
+from services.worker.logprobs import RAW_LOGPROBS, FetchedLogprobs, LogprobsMode
 from services.worker.masks import Masks
 from services.worker.rows import Ints, Rows, Step
 from shared.wire import Logprobs, Plan, Run
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
+Told = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # what is told of logits [T, V], and of which ids
 PROMPT_ROWS = 256
 """Prompt tokens whose logits are held at a time: those of a long prompt would be larger than the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchedLogprobs:
-    """On their way to the host, for each of ``entries``: its token's logprob and rank, and the likeliest tokens'."""
-
-    entries: Ints
-    counts: Ints
-    sampled: torch.Tensor
-    ranks: torch.Tensor
-    top_ids: torch.Tensor
-    top: torch.Tensor
-
-    def take(self) -> Logprobs:
-        wanted = torch.arange(self.top.shape[1]) < torch.from_numpy(self.counts).unsqueeze(1)
-        return Logprobs(
-            entries=self.entries.tolist(),
-            sampled=self.sampled.tolist(),
-            top_counts=self.counts.tolist(),
-            top_ids=self.top_ids[wanted].tolist(),
-            top=self.top[wanted].tolist(),
-            ranks=self.ranks.tolist(),
-        )
 
 
 class Sampled:
@@ -86,8 +66,10 @@ class Sampled:
 
 
 class Sampler:
-    def __init__(self, rows: Rows, kernels: Kernels, device: Device) -> None:
-        self._rows, self._kernels, self._device = rows, kernels, device
+    """told: which logprobs rows get that ask for them."""
+
+    def __init__(self, rows: Rows, kernels: Kernels, device: Device, told: LogprobsMode = RAW_LOGPROBS) -> None:
+        self._rows, self._kernels, self._device, self._told = rows, kernels, device, told
         self._rules = LogitRules(device.upload)
         self._masks = Masks(device.upload)
         self._runs: dict[int, Run] = {}  # by slot, of rows with one
@@ -137,9 +119,9 @@ class Sampler:
         ids = likeliest if likeliest is not None else self._drawn(chosen, step, edits)
         logprobs = None
         if len(asked):
-            places = upload(asked)
             named = {i: row.logprob_ids for i, row in ruled if row.logprob_ids}
-            logprobs = self._logprobs(logits[places], ids[places], asked, rows.logprobs[slots[asked]], named)
+            values = self._values(logits, chosen, step, asked, ids, ruled if edits is not None else [])
+            logprobs = self._logprobs(values, ids[upload(asked)], asked, rows.logprobs[slots[asked]], named)
         fetched = self._device.fetch(ids)
         sampled = Sampled(ids, fetched, self._device.mark(), ruled, logprobs, empty)
         if ruled:
@@ -159,6 +141,51 @@ class Sampler:
             edits,
         )
 
+    def _values(
+        self,
+        logits: torch.Tensor,
+        chosen: torch.Tensor,
+        step: Step,
+        asked: Ints,
+        ids: torch.Tensor,
+        edited: list[tuple[int, RuledRow]],
+    ) -> torch.Tensor:
+        """What the entries ``asked`` are told, [A, V]. chosen: logits after mask and rules, but for those ``edited``.
+
+        What ranks the answers of a request is the model's own, whatever else is told.
+        """
+        upload, told = self._device.upload, self._told
+        if told.processed:
+            values = told.values(self._drawn_from(chosen, step, asked, ids, edited))
+        else:
+            values = told.values(logits[upload(asked)])
+        ranked = np.flatnonzero(self._rows.ranked[step.sample_slots[asked]])
+        if len(ranked) and told != RAW_LOGPROBS:
+            values[upload(ranked)] = RAW_LOGPROBS.values(logits[upload(asked[ranked])])
+        return values
+
+    def _drawn_from(
+        self, chosen: torch.Tensor, step: Step, asked: Ints, ids: torch.Tensor, edited: list[tuple[int, RuledRow]]
+    ) -> torch.Tensor:
+        """Logits after everything that ``asked`` entries were sampled under, -inf where that leaves nothing, [A, V].
+
+        A greedy entry has no temperature and no filters. Kernels may sum in another order than this does: what was
+        sampled was not filtered out.
+        """
+        rows, slots, upload = self._rows, step.sample_slots[asked], self._device.upload
+        logits = chosen[upload(asked)]
+        places = {entry: place for place, entry in enumerate(asked.tolist())}
+        if ruled := [(places[entry], row) for entry, row in edited if entry in places]:
+            logits = self._rules.apply(logits, ruled, step.sample_positions[asked], rows.temperature[slots])
+        return filtered(
+            logits,
+            upload(rows.temperature[slots]),
+            upload(rows.top_k[slots]),
+            upload(rows.top_p[slots]),
+            upload(rows.min_p[slots]),
+            keep=ids[upload(asked)],
+        )
+
     def tells_of_given(self, step: Step) -> bool:
         """Whether there is anything in ``given_logprobs``."""
         runs = bool(self._runs) and not self._runs.keys().isdisjoint(step.chunk_slots.tolist())
@@ -173,35 +200,50 @@ class Sampler:
         ruled = dict(self._rules.among(step.chunk_slots))
         firsts = len(step.decode_slots) + np.cumsum(step.chunk_lens) - step.chunk_lens
 
-        def tell(place: int, start: int, targets: Ints, count: int, named: list[int]) -> None:
+        def tell(place: int, start: int, targets: Ints, count: int, named: list[int], told: Told) -> None:
             """``targets``: the tokens from position ``start`` on."""
             first = int(firsts[place]) + start - 1 - int(step.chunk_ends[place] - step.chunk_lens[place])
             for at in range(0, len(targets), PROMPT_ROWS):
                 ids = self._device.upload(targets[at : at + PROMPT_ROWS])
                 entries, counts = np.full(len(ids), place), np.full(len(ids), count)
-                part = logits(hidden[first + at : first + at + len(ids)])
-                found.append(self._logprobs(part, ids, entries, counts, {place: named} if named else {}))
+                values = told(logits(hidden[first + at : first + at + len(ids)]), ids)
+                found.append(self._logprobs(values, ids, entries, counts, {place: named} if named else {}))
 
         for place, slot in enumerate(step.chunk_slots.tolist()):
             row, run, end = ruled.get(place), self._runs.get(slot), int(step.chunk_ends[place])
             start = end - int(step.chunk_lens[place]) + 1
             if row is not None and row.prompt_logprobs >= 0:
-                tell(place, start, row.prompt[start : end + 1], row.prompt_logprobs, [])
+                tell(
+                    place,
+                    start,
+                    row.prompt[start : end + 1],
+                    row.prompt_logprobs,
+                    [],
+                    lambda part, _: self._told.values(part),
+                )
             if run is not None:
                 start = max(start, run.start)
                 tokens = np.asarray(run.tokens[start - run.start : max(end + 1 - run.start, 0)], dtype=np.int64)
                 named = row.logprob_ids if row is not None else []
-                tell(place, start, tokens, int(self._rows.logprobs[slot]), named)
+                tell(place, start, tokens, int(self._rows.logprobs[slot]), named, partial(self._of_run, slot))
         return found
 
+    def _of_run(self, slot: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """What is told of a run's tokens, [T, V]; processed, each is all that its mask would have left."""
+        if self._rows.ranked[slot]:
+            return RAW_LOGPROBS.values(logits)
+        if self._told.processed:
+            own = logits.float().gather(1, ids[:, None]) / (float(self._rows.temperature[slot]) or 1.0)
+            logits = torch.full_like(logits, BANNED, dtype=torch.float32).scatter_(1, ids[:, None], own)
+        return self._told.values(logits)
+
     def _logprobs(
-        self, logits: torch.Tensor, ids: torch.Tensor, entries: Ints, counts: Ints, named: Mapping[int, list[int]]
+        self, everything: torch.Tensor, ids: torch.Tensor, entries: Ints, counts: Ints, named: Mapping[int, list[int]]
     ) -> FetchedLogprobs:
-        """Of token ``ids[i]`` in row i of ``logits``, and the likeliest ``counts[i]``, of the model itself.
+        """Of token ``ids[i]`` in row i of ``everything [A, V]``, and the ``counts[i]`` that have most.
 
         named: by entry, what is told of in place of the likeliest.
         """
-        everything = torch.log_softmax(logits.float(), dim=-1)
         sampled = everything.gather(1, ids.unsqueeze(1))
         top, top_ids = everything.topk(int(counts.max()), dim=-1)
         for row, entry in enumerate(entries.tolist() if named else ()):
@@ -217,15 +259,3 @@ class Sampler:
             top_ids=fetch(top_ids),
             top=fetch(top),
         )
-
-
-def joined(parts: Sequence[FetchedLogprobs]) -> Logprobs | None:
-    """All of several, in their order; None of none."""
-    if not parts:
-        return None
-    everything = Logprobs([], [], [], [], [], [])
-    for part in parts:
-        taken = part.take()
-        for column in fields(Logprobs):
-            getattr(everything, column.name).extend(getattr(taken, column.name))
-    return everything

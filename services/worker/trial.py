@@ -11,6 +11,7 @@ from kernels.ops import Kernels
 from services.worker.device import Device
 from services.worker.executor import no_mask
 from services.worker.host_memory import HostMemory
+from services.worker.logprobs import RAW_LOGPROBS, LogprobsMode
 from services.worker.models.decoder import Decoder
 from services.worker.rows import Limits
 from services.worker.runner import Runner
@@ -26,7 +27,7 @@ _RULES = LogitRules(presence_penalty=0.5, frequency_penalty=0.5, repetition_pena
 
 @dataclass(frozen=True)
 class Trial:
-    """tokens: of the largest batch. allocate: KV memory of so many blocks, a tensor a layer."""
+    """tokens: of the largest batch. allocate: KV memory of so many blocks, a tensor a layer. told: which logprobs."""
 
     device: Device
     kernels: Kernels
@@ -34,11 +35,13 @@ class Trial:
     limits: Limits
     tokens: int
     allocate: Callable[[int], list[torch.Tensor]]
+    told: LogprobsMode = RAW_LOGPROBS
 
     def run(self) -> None:
         """Runs them as plans like any other, on KV memory that is gone afterwards."""
         kv, limits = self.allocate(BLOCKS), replace(self.limits, num_blocks=BLOCKS, host_blocks=0)
-        runner = Runner(self.device, self.kernels, self.decoder, limits, kv, HostMemory(self.device, kv, 0))
+        host = HostMemory(self.device, kv, 0)
+        runner = Runner(self.device, self.kernels, self.decoder, limits, kv, host, self.told)
         for plan in largest_plans(limits, self.tokens):
             step = runner.launch(plan, no_mask)
             step.wait()

@@ -72,7 +72,8 @@ MESSAGES: list[wire.Message] = [
         4, 77, 88, False, 1,
         [
             wire.NewRow(
-                2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2, wire.RowRules(2, [1, 2, 3], [0], RULES, 1, [4]), True, wire.Run(2, [3])
+                2, 1, 0, 0.0, 1.0, 0, 0.0, 9, 2, wire.RowRules(2, [1, 2, 3], [0], RULES, 1, [4]), True,
+                wire.Run(2, [3]), True,
             )
         ],
         [2], [0], [3], [[2]], [2], [1], [5], [6],

@@ -180,6 +180,7 @@ def test_best_of_answers_the_likeliest_by_cumulative_logprob() -> None:
     simulation = Simulation(num_blocks=100)
     simulation.submit(1, prompt, most, n=2, best_of=5, temperature=1.0, seed=seed)
     simulation.round()
+    assert all(row.ranked for row in simulation.plans[0].new_rows), "by the model's own logprobs in every mode"
     simulation.receive()
     assert not simulation.outputs
     simulation.drain()
