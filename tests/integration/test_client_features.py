@@ -71,6 +71,57 @@ def test_openai_chat_calls_a_tool(client: openai.OpenAI, model: str) -> None:
     assert answer.choices[0].message.content
 
 
+def test_openai_chat_calls_a_function_in_the_older_form(client: openai.OpenAI, model: str) -> None:
+    """What programs of before there were tools send: it is answered as the same request with tools is."""
+    asked: Any = {"model": model, "temperature": 0, "max_tokens": 200}
+    functions: Any = {"functions": [FUNCTION], "function_call": {"name": "weather"}}
+    message = client.chat.completions.create(messages=FORECAST, **functions, **asked).choices[0].message
+    assert message.function_call is not None and message.tool_calls is None
+    assert message.function_call.name == "weather"
+    Weather.model_validate_json(message.function_call.arguments)
+    with client.chat.completions.stream(messages=FORECAST, **functions, **asked) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    assert streamed.function_call == message.function_call
+    whole = client.chat.completions.create(messages=FORECAST, tools=TOOLS, tool_choice=NAMED, **asked)
+    [call] = whole.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.arguments == message.function_call.arguments
+    result: Any = {"role": "function", "name": "weather", "content": "Sunny, 20 degrees."}
+    answer = client.chat.completions.create(messages=[*FORECAST, message, result], functions=[FUNCTION], **asked)
+    assert answer.choices[0].message.content
+
+
+def test_openai_responses_leave_out_what_is_too_long(client: openai.OpenAI, model: str) -> None:
+    """The question and the instructions stay, however long the conversation has been."""
+    said: Any = [
+        turn
+        for number in range(100)
+        for turn in (
+            {"role": "user", "content": f"Remember the number {number}."},
+            {"role": "assistant", "content": f"I will remember the number {number}."},
+        )
+    ]
+    conversation: Any = [*said, {"role": "user", "content": QUESTION}]
+    asked: Any = {"model": model, "input": conversation, "instructions": "Be brief.", "temperature": 0}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**asked)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "input"
+    answer = client.responses.create(truncation="auto", **asked)
+    assert answer.output_text == CAPITAL and answer.truncation == "auto" and answer.usage is not None
+    assert 2048 - 256 - 60 < answer.usage.input_tokens <= 2048 - 256  # room for an answer is left, of an eighth
+
+
+def test_what_is_kept_of_a_prompt_is_all_that_counts(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "temperature": 0, "max_tokens": 8}
+    ids: Any = client.completions.create(
+        prompt="One, two, three, four, five, six,", extra_body={"return_token_ids": True}, **asked
+    ).choices[0]
+    kept = client.completions.create(prompt=ids.prompt_token_ids[-5:], **asked)
+    cut = client.completions.create(
+        prompt="One, two, three, four, five, six,", extra_body={"truncate_prompt_tokens": 5}, **asked
+    )
+    assert cut.choices[0].text == kept.choices[0].text and cut.usage is not None and cut.usage.prompt_tokens == 5
+
+
 def test_openai_chat_parses_structured_output(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.parse(
         model=model, messages=FORECAST, response_format=Weather, max_tokens=200, temperature=0
