@@ -69,6 +69,7 @@ def routes(config: GatewayConfig, engine: Engine, models: Models) -> list[Route]
         Route("/v1/completions", Generation(completions, *parts), methods=["POST"]),
         Route("/v1/completions/render", Prompts(completions, *parts).render_all, methods=["POST"]),
         Route("/v1/responses", Generation(Responses(), *parts), methods=["POST"]),
+        Route("/v1/responses/input_tokens", Prompts(Responses(), *parts).count_input, methods=["POST"]),
         Route("/v1/messages", Generation(Messages(), *parts), methods=["POST"]),
         Route("/v1/messages/count_tokens", Prompts(MessageCounts(), *parts).count, methods=["POST"]),
         Route("/v1/models", endpoints.models),

@@ -67,6 +67,9 @@ class FunctionCall(Model):
     arguments: str
 
 
+_NOT_FOR_TEMPLATES = {"annotations", "function_call", "parsed", "provider_specific_fields", "reasoning"}
+
+
 class Message(Model):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content = None
@@ -77,12 +80,14 @@ class Message(Model):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None  # these two come back with answers of OpenAI's, and say nothing here
+    annotations: list[Any] | None = None  # these come back with answers of OpenAI's, and say nothing here,
     audio: None = None
+    parsed: Any = None  # as what clients add to answers
+    provider_specific_fields: Any = None
 
     def plain(self) -> dict[str, Any]:
         """For the chat template, which knows newer names by the older ones: "system" and "reasoning_content"."""
-        fields = self.model_dump(exclude_none=True, exclude={"annotations", "reasoning", "function_call"})
+        fields = self.model_dump(exclude_none=True, exclude=_NOT_FOR_TEMPLATES)
         if self.reasoning is not None:
             fields.setdefault("reasoning_content", self.reasoning)
         return {**fields, "role": "system" if self.role == "developer" else self.role, "content": self.content or ""}

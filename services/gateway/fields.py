@@ -18,7 +18,7 @@ from shared.errors import RequestError
 MAX_DEPTH = 200
 NAME = re.compile(r"[\x21-\x7e]{1,128}")
 """What a client may call something that comes back in headers and logs."""
-JSON_NAMES = {bool: "boolean", dict: "object", int: "integer", list: "array", str: "string"}
+JSON_NAMES = {bool: "boolean", dict: "object", str: "string"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,13 @@ OPERATIONS = (
         replies.TokenCount,
         **_ANTHROPIC,
     ),
+    _post(
+        "/v1/responses/input_tokens",
+        "Prompts",
+        "How many tokens a response's input is",
+        ResponsesRequest,
+        replies.InputTokens,
+    ),
     _post("/v1/chat/completions/render", "Prompts", "A conversation's prompt", ChatRequest, replies.Rendered),
     _post(
         "/v1/completions/render",

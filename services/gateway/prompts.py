@@ -37,8 +37,15 @@ class Prompts(Generic[Q]):
 
     async def count(self, request: Request) -> Response:
         """Anthropic's ``count_tokens``."""
+        return JSON({"input_tokens": await self._counted(request)})
+
+    async def count_input(self, request: Request) -> Response:
+        """OpenAI's ``input_tokens`` of responses."""
+        return JSON({"object": "response.input_tokens", "input_tokens": await self._counted(request)})
+
+    async def _counted(self, request: Request) -> int:
         asked, _, [submit] = await take(request, self._api, self._engine, self._models, self._config)
-        return JSON({"input_tokens": len((await self._ask(asked, submit))["tokens"])})
+        return len((await self._ask(asked, submit))["tokens"])
 
     async def _rendered(self, request: Request) -> list[dict[str, Any]]:
         asked, model, submits = await take(request, self._api, self._engine, self._models, self._config)

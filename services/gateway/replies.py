@@ -300,6 +300,10 @@ class TokenCount(Reply):
     input_tokens: int
 
 
+class InputTokens(TokenCount):
+    object: Literal["response.input_tokens"]
+
+
 # ---- everything else ----
 
 

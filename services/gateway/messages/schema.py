@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from services.gateway.conversation import check_count
-from services.gateway.fields import TEXT_ONLY, VLLM, OnlyAt
+from services.gateway.fields import STORED, TEXT_ONLY, VLLM, OnlyAt
 from services.gateway.kinds import by_type
 from services.gateway.model import Model, Off
 from services.gateway.schemas import MAX_STOPS, Asked, StopString
@@ -181,7 +181,7 @@ ONLY_AT = {
     "fallbacks": OnlyAt("this server has one model", ([],)),
     "mcp_servers": OnlyAt(HOSTED, ([],)),
     "speed": OnlyAt("this server has one speed", ("standard",)),
-    "thread": OnlyAt("this server stores nothing; send the whole conversation"),
+    "thread": OnlyAt(STORED),
 }
 
 

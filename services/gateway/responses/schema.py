@@ -263,7 +263,7 @@ Included = Literal[
     "web_search_call.results",
 ]
 
-WITHOUT_EFFECT: dict[str, type] = {"session_id": str}
+WITHOUT_EFFECT: dict[str, type] = {"client_metadata": dict, "personality": str, "session_id": str}
 ONLY_AT = {
     **VLLM,
     "access_programs": OnlyAt("this server has none"),

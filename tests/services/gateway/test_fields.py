@@ -12,8 +12,10 @@ from anthropic.resources.messages import Messages
 from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions
 from openai.resources.responses import Responses
+from openai.resources.responses.input_tokens import InputTokens
 from openai.types import chat as chat_types
 from openai.types import responses as response_types
+from openai.types.chat import ParsedChatCompletionMessage
 
 from services.gateway.chat_schema import ChatRequest
 from services.gateway.conversation import Message
@@ -29,6 +31,7 @@ from services.gateway.messages.schema import (
 )
 from services.gateway.model import Body, Limits, Model
 from services.gateway.prompt_schemas import DetokenizeRequest, TokenizeRequest
+from services.gateway.replies import ChatMessage
 from services.gateway.responses.schema import FunctionCallItem, FunctionTool, ResponsePart, ResponsesRequest
 from services.gateway.schemas import CompletionRequest, validate
 from services.gateway.tools import Function
@@ -44,6 +47,7 @@ OF_THE_CLIENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"
         (Chats.create, ChatRequest),
         (Completions.create, CompletionRequest),
         (Responses.create, ResponsesRequest),
+        (InputTokens.count, ResponsesRequest),
         (Messages.create, MessagesRequest),
         (Messages.count_tokens, CountTokensRequest),
         (beta.Messages.create, MessagesRequest),
@@ -82,6 +86,12 @@ def test_nor_have_the_objects_in_them(sent: Any, model: type[Model]) -> None:
     assert get_type_hints(sent).keys() <= model.model_fields.keys() | {
         field.alias for field in model.model_fields.values()
     }
+
+
+def test_an_answers_message_can_be_sent_back() -> None:
+    """As it came, and as OpenAI's client has it."""
+    assert ChatMessage.model_fields.keys() <= Message.model_fields.keys()
+    assert ParsedChatCompletionMessage.model_fields.keys() <= Message.model_fields.keys()
 
 
 # What vLLM 0.32's server takes for fields that are left out, so a program may as well send it.

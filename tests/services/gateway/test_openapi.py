@@ -11,6 +11,7 @@ from typing import Any, cast
 import httpx
 import jsonschema_rs
 import pytest
+from openai.types.responses import InputTokenCountResponse
 from starlette.routing import Route
 
 from services.gateway.app import routes
@@ -135,6 +136,17 @@ def test_count_tokens(pipeline: Pipeline, client: httpx.Client) -> None:
     told = posted.response()
     assert_described(told, "post", "/v1/messages/count_tokens")
     assert told.json() == {"input_tokens": 3}
+
+
+def test_input_tokens(pipeline: Pipeline, client: httpx.Client) -> None:
+    posted = Posted(client, "/v1/responses/input_tokens", {"input": "Hi", "instructions": "s", "truncation": "auto"})
+    source, query = pipeline.tokenizer.expect_from(Query)
+    submit = decode(query.args["submit"])
+    assert [one["role"] for one in submit.messages] == ["system", "user"] and submit.truncation.side == "messages"
+    pipeline.tokenizer.send(source, Reply(query.number, 200, {"prompt": "", "tokens": [1, 2, 3], "max_tokens": 1}))
+    told = posted.response()
+    assert_described(told, "post", "/v1/responses/input_tokens")
+    assert InputTokenCountResponse.model_validate(told.json()).input_tokens == 3
 
 
 @pytest.mark.parametrize("path", REFUSED)
