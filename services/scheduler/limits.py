@@ -10,7 +10,7 @@ import numpy as np
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.prefix_cache import encode_salt
 from shared.errors import ConfigError, RequestError
-from shared.sampling import SamplingParams
+from shared.sampling import LogitRules, SamplingParams
 from shared.wire import Memory, SubmitTokens
 
 
@@ -77,53 +77,12 @@ class Limits:
 
         Raises RequestError (400) naming field, value and limit when it could never be completed.
         """
-        sampling, prompt = message.sampling, message.prompt_ids
-        if len(prompt) == 0:
-            raise RequestError("the prompt has no tokens", code="invalid_value", param="prompt")
-        for name, ids in (("prompt", prompt), ("generated", message.generated)):
-            wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
-            if len(wrong):
-                raise RequestError(
-                    f"{name}: token id {int(wrong[0])} is outside the vocabulary of {self.vocab_size}",
-                    code="invalid_value",
-                    param=name,
-                )
-        if not 1 <= sampling.n <= self.max_num_seqs:
-            raise RequestError(
-                f"n is {sampling.n}, outside 1..{self.max_num_seqs} (max_num_seqs of this server)",
-                code="invalid_value",
-                param="n",
-            )
-        if sampling.best_of and not sampling.n <= sampling.best_of <= self.max_num_seqs:
-            raise RequestError(
-                f"best_of is {sampling.best_of}, outside n..{self.max_num_seqs} (n is {sampling.n}, the end is "
-                "max_num_seqs of this server)",
-                code="invalid_value",
-                param="best_of",
-            )
-        if sampling.early_stopping not in ("true", "false", "never"):
-            raise RequestError(
-                f"early_stopping is {sampling.early_stopping!r}, not true, false or 'never'",
-                code="invalid_value",
-                param="early_stopping",
-            )
-        if sampling.is_held and len(message.generated):
-            raise RequestError(
-                "generated: a request with beams or best_of has no output before its end",
-                code="invalid_value",
-                param="generated",
-            )
-        self._check_rules(sampling)
-        if sampling.logprobs >= 0 or sampling.prompt_logprobs >= 0:
-            if len(message.generated):
-                raise RequestError(
-                    "generated: a request with logprobs cannot go on from output",
-                    code="invalid_value",
-                    param="generated",
-                )
-            if sampling.use_beam_search:
-                raise RequestError("logprobs: not with use_beam_search", code="unsupported_value", param="logprobs")
-        for name, value, valid, rule in (
+        sampling = message.sampling
+        self._check_ids(message)
+        self._check_sequences(message)
+        if sampling.rules is not None:
+            self._check_rules(sampling, sampling.rules)
+        _check_ranges(
             ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf, "finite, at least 0"),
             ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
             ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "in [0, 1]"),
@@ -136,64 +95,60 @@ class Limits:
                 -1 <= sampling.prompt_logprobs <= self.vocab_size,
                 "-1 or in the vocabulary",
             ),
-        ):
-            if not valid:
-                raise RequestError(f"{name} is {value}, not {rule}", code="invalid_value", param=name)
+            ("timeout", message.timeout, 0 <= message.timeout < math.inf, "finite, at least 0"),
+        )
         if message.priority and self.scheduling_policy != "priority":
-            raise RequestError(
+            raise _invalid(
+                "priority",
                 f"priority is {message.priority}, but this server's scheduling policy is {self.scheduling_policy!r}; "
                 f"only with 'priority' it has an effect",
                 code="unsupported_value",
-                param="priority",
             )
-        if not 0 <= message.timeout < math.inf:
-            raise RequestError(
-                f"timeout is {message.timeout}, not finite, at least 0", code="invalid_value", param="timeout"
-            )
-        left = self.max_model_len - len(prompt)
-        max_tokens = max(left, 1) if sampling.max_tokens is None else sampling.max_tokens
-        if max_tokens < 1:
-            raise RequestError(f"max_tokens is {max_tokens}, below 1", code="invalid_value", param="max_tokens")
-        if max_tokens > left:
-            raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{len(prompt) + max_tokens} tokens ({len(prompt)} in the prompt, {max_tokens} in the completion).",
-                code="context_length_exceeded",
-                param="max_tokens" if len(prompt) < self.max_model_len else "prompt",
-            )
-        counts = message.generated_counts
-        if min(counts, default=0) < 0 or len(counts) > sampling.n or sum(counts) != len(message.generated):
-            raise RequestError(
-                f"generated_counts {counts} do not cut {len(message.generated)} ids into {sampling.n} sequences",
-                code="invalid_value",
-                param="generated_counts",
-            )
+        max_tokens = self._max_tokens(len(message.prompt_ids), sampling.max_tokens)
         if sampling.rules is not None and sampling.rules.min_tokens > max_tokens:
-            raise RequestError(
-                f"min_tokens is {sampling.rules.min_tokens}, above max_tokens ({max_tokens})",
-                code="invalid_value",
-                param="min_tokens",
-            )
-        if max(counts, default=0) > max_tokens:
-            raise RequestError(
-                f"generated_counts {counts} exceed max_tokens ({max_tokens})",
-                code="invalid_value",
-                param="generated_counts",
-            )
+            raise _invalid("min_tokens", f"min_tokens is {sampling.rules.min_tokens}, above max_tokens ({max_tokens})")
+        _check_generated(message, max_tokens)
         return max_tokens
 
-    def _check_rules(self, sampling: SamplingParams) -> None:
+    def _check_ids(self, message: SubmitTokens) -> None:
+        if len(message.prompt_ids) == 0:
+            raise _invalid("prompt", "the prompt has no tokens")
+        for name, ids in (("prompt", message.prompt_ids), ("generated", message.generated)):
+            wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
+            if len(wrong):
+                raise self._outside_vocabulary(name, int(wrong[0]))
+
+    def _check_sequences(self, message: SubmitTokens) -> None:
+        """How many sequences, and what does not go with beams, best_of and logprobs."""
+        sampling, most = message.sampling, self.max_num_seqs
+        if not 1 <= sampling.n <= most:
+            raise _invalid("n", f"n is {sampling.n}, outside 1..{most} (max_num_seqs of this server)")
+        if sampling.best_of and not sampling.n <= sampling.best_of <= most:
+            raise _invalid(
+                "best_of",
+                f"best_of is {sampling.best_of}, outside n..{most} (n is {sampling.n}, the end is max_num_seqs of this "
+                "server)",
+            )
+        if sampling.early_stopping not in ("true", "false", "never"):
+            raise _invalid(
+                "early_stopping", f"early_stopping is {sampling.early_stopping!r}, not true, false or 'never'"
+            )
+        if sampling.is_held and len(message.generated):
+            raise _invalid("generated", "generated: a request with beams or best_of has no output before its end")
+        if sampling.logprobs >= 0 or sampling.prompt_logprobs >= 0:
+            if len(message.generated):
+                raise _invalid("generated", "generated: a request with logprobs cannot go on from output")
+            if sampling.use_beam_search:
+                raise _invalid("logprobs", "logprobs: not with use_beam_search", code="unsupported_value")
+
+    def _check_rules(self, sampling: SamplingParams, rules: LogitRules) -> None:
         """Raises RequestError (400) for rules out of range, and for those that leave nothing to sample."""
-        rules = sampling.rules
-        if rules is None:
-            return
         if sampling.use_beam_search:
-            raise RequestError(
+            raise _invalid(
+                "use_beam_search",
                 "use_beam_search: not with penalties, min_tokens, or rules about single tokens",
                 code="unsupported_value",
-                param="use_beam_search",
             )
-        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)}
         for name, ids in (
             ("stop_token_ids", sampling.stop_token_ids),
             ("logit_bias", rules.logit_bias_ids),
@@ -201,27 +156,38 @@ class Limits:
             ("bad_words", [id for word in rules.bad_words for id in word]),
         ):
             if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
-                raise RequestError(
-                    f"{name}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}",
-                    code="invalid_value",
-                    param=name,
-                )
+                raise self._outside_vocabulary(name, wrong[0])
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)}
         if rules.min_tokens and rules.allowed_token_ids and stops.issuperset(rules.allowed_token_ids):
-            raise RequestError(
+            raise _invalid(
+                "allowed_token_ids",
                 f"allowed_token_ids: all of them end the output, but min_tokens is {rules.min_tokens}",
-                code="invalid_value",
-                param="allowed_token_ids",
             )
-        for name, value, valid, rule in (
+        _check_ranges(
             ("presence_penalty", rules.presence_penalty, math.isfinite(rules.presence_penalty), "finite"),
             ("frequency_penalty", rules.frequency_penalty, math.isfinite(rules.frequency_penalty), "finite"),
             ("repetition_penalty", rules.repetition_penalty, 0 < rules.repetition_penalty < math.inf, "above 0"),
             ("typical_p", rules.typical_p, 0 < rules.typical_p <= 1, "in (0, 1]"),
             ("min_tokens", rules.min_tokens, rules.min_tokens >= 0, "at least 0"),
             ("logit_bias", rules.logit_bias, all(map(math.isfinite, rules.logit_bias)), "finite"),
-        ):
-            if not valid:
-                raise RequestError(f"{name} is {value}, not {rule}", code="invalid_value", param=name)
+        )
+
+    def _max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
+        left = self.max_model_len - prompt_tokens
+        max_tokens = max(left, 1) if asked is None else asked
+        if max_tokens < 1:
+            raise _invalid("max_tokens", f"max_tokens is {max_tokens}, below 1")
+        if max_tokens > left:
+            raise _invalid(
+                "max_tokens" if prompt_tokens < self.max_model_len else "prompt",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the completion).",
+                code="context_length_exceeded",
+            )
+        return max_tokens
+
+    def _outside_vocabulary(self, name: str, id: int) -> RequestError:
+        return _invalid(name, f"{name}: token id {id} is outside the vocabulary of {self.vocab_size}")
 
     def check_beams(self, prompt_tokens: int, max_tokens: int, width: int) -> None:
         """Raises RequestError (400) when the pool cannot hold all beams of a search at once, at their longest."""
@@ -229,11 +195,10 @@ class Limits:
         each = self.blocks_for(prompt_tokens + max_tokens) - shared
         needed = shared + width * (each + 1)  # and each may have a copy of its last block in the making
         if needed > self.num_blocks - 1:
-            raise RequestError(
+            raise _invalid(
+                "n",
                 f"{width} beams of {prompt_tokens + max_tokens} tokens need {needed} KV blocks, there are "
                 f"{self.num_blocks - 1}: lower n or max_tokens",
-                code="invalid_value",
-                param="n",
             )
 
     def describe(self) -> str:
@@ -256,6 +221,29 @@ def parse_weights(texts: list[str]) -> dict[str, float]:
         if not ("=" in text and 0 < weights[name] < math.inf):
             raise ConfigError(f"--tenant-weights {text!r} is not NAME=WEIGHT with a number above 0")
     return weights
+
+
+def _invalid(param: str, problem: str, code: str = "invalid_value") -> RequestError:
+    return RequestError(problem, code=code, param=param)
+
+
+def _check_ranges(*fields: tuple[str, object, bool, str]) -> None:
+    """fields: name, value, whether it is valid, and what it must be."""
+    for name, value, valid, rule in fields:
+        if not valid:
+            raise _invalid(name, f"{name} is {value}, not {rule}")
+
+
+def _check_generated(message: SubmitTokens, max_tokens: int) -> None:
+    """The counts cut the ids of a re-submission into sequences that are no longer than they may get."""
+    counts, n = message.generated_counts, message.sampling.n
+    if min(counts, default=0) < 0 or len(counts) > n or sum(counts) != len(message.generated):
+        raise _invalid(
+            "generated_counts",
+            f"generated_counts {counts} do not cut {len(message.generated)} ids into {n} sequences",
+        )
+    if max(counts, default=0) > max_tokens:
+        raise _invalid("generated_counts", f"generated_counts {counts} exceed max_tokens ({max_tokens})")
 
 
 def split_generated(message: SubmitTokens) -> list[list[int]]:

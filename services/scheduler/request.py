@@ -33,47 +33,41 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One answer of a request.
-
-    output: accepted ids, all of them until the request is forgotten. blocks: its block table. chain: what the prefix
-    cache has of it. feed: the tokens to compute before it decodes (prompt + output at admission). cached: how many of
-    these had their KV at admission. computed: how many are planned. fence: the last step that names its blocks; until
-    that one is retired they are not given back, slot or no slot. forks: siblings that wait for it to compute the
-    prompt, all of whom sample from its last position. awaits: the step from which on it waits for others to compute the
-    next block that it shares with them, 0 when it does not wait; awaited: the key of that block. missing: how many
-    blocks it (of a swapped group, the first for all) lacked when it was looked up last and did not fit. passes: how
-    often smaller ones were admitted before it because it did not fit. host: its table on the host, while it is swapped.
-    preempted_by: the decision that took its memory, until it decodes again. cumulative: logprob of the output, where it
-    is needed. logprobs: of each token of the output, where the request asked for them; ahead_logprobs: of the first of
-    the tokens ahead, as far as they are computed, where their logprobs are needed. offer: of a beam whose step is done,
-    what it may go on with. grammar: what the output is held to, if to anything.
-    """
+    """One answer of a request."""
 
     request: Request
-    index: int
-    output: list[int]
-    chain: Chain
+    index: int  # of the request's n, from 0
+    output: list[int]  # accepted ids, all of them until the request is forgotten
+    chain: Chain  # what the prefix cache has of it
     state: State = State.WAITING
-    slot: int = -1
-    blocks: list[int] = field(default_factory=list)
-    feed: Int32 = field(default_factory=no_ids)
-    cached: int = 0
-    computed: int = 0
-    forks: list[Sequence] = field(default_factory=list)
-    awaits: int = 0
-    awaited: bytes = b""
-    missing: int = 0
-    fence: int = 0
-    passes: int = 0
-    preemptions: int = 0
-    host: list[int] = field(default_factory=list)
-    preempted_by: Decision | None = None
-    cumulative: float = 0.0
-    logprobs: list[Found] = field(default_factory=list)
-    ahead_logprobs: list[Found] = field(default_factory=list)
-    offer: list[tuple[int, float]] | None = None
-    grammar: Grammar | None = None
     finished: Finished | None = None
+
+    # ---- its row, and what of it is computed -----------------------------------------------------------------------
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)  # its block table
+    fence: int = 0  # the last step that names its blocks; until that is retired they are not given back
+    feed: Int32 = field(default_factory=no_ids)  # tokens to compute before it decodes: prompt + output at admission
+    cached: int = 0  # how many of these had their KV at admission,
+    computed: int = 0  # and how many are planned
+    forks: list[Sequence] = field(default_factory=list)  # siblings that will sample from the prompt that it computes
+
+    # ---- while it waits --------------------------------------------------------------------------------------------
+    awaits: int = (
+        0  # the step from which on it waits for others to compute the next block that they share; 0: it doesn't
+    )
+    awaited: bytes = b""  # the key of that block
+    missing: int = 0  # blocks that it (of a swapped group, the first for all) lacked when it was last looked up
+    passes: int = 0  # how often smaller ones were admitted before it because it did not fit
+    preemptions: int = 0
+    preempted_by: Decision | None = None  # what took its memory, until it decodes again
+    host: list[int] = field(default_factory=list)  # its table on the host, while it is swapped
+
+    # ---- logprobs, beams, grammars ---------------------------------------------------------------------------------
+    cumulative: float = 0.0  # logprob of the output, where it is needed
+    logprobs: list[Found] = field(default_factory=list)  # of each token of the output, where the request asked for them
+    ahead_logprobs: list[Found] = field(default_factory=list)  # of the first of the tokens ahead, as far as computed
+    offer: list[tuple[int, float]] | None = None  # what a beam whose step is done may go on with
+    grammar: Grammar | None = None  # what the output is held to
 
     @property
     def num_tokens(self) -> int:
@@ -131,13 +125,7 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """order: place in the order of arrival. stop_ids end a sequence. Times are seconds on the scheduler's clock.
-
-    timeout: seconds after arrival until it has to be complete, 0 for any time. cached_tokens: of the prompt, at its
-    first admission. prompt_logprobs: of its tokens from the second on, as far as they are known, where they are asked
-    for. search, beams: of a request with beam search, and the sequences that its beams are, in its order. is_plain:
-    each of its tokens is told as it comes, by itself.
-    """
+    """Times are seconds on the scheduler's clock."""
 
     rid: int
     request_id: str
@@ -145,22 +133,22 @@ class Request:
     prompt: Int32
     sampling: SamplingParams
     max_tokens: int
-    stop_ids: frozenset[int]
+    stop_ids: frozenset[int]  # end a sequence
     priority: int
-    order: int
+    order: int  # place in the order of arrival
     arrived: float
     tenant: str = ""
-    timeout: float = 0.0
+    timeout: float = 0.0  # seconds after arrival until it has to be complete, 0 for any time
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None
-    beams: list[Sequence] = field(default_factory=list)
-    cached_tokens: int = 0
-    prompt_logprobs: list[Found] = field(default_factory=list)
-    scheduled: float | None = None
+    beams: list[Sequence] = field(default_factory=list)  # the sequences that its beams are, in the search's order
+    cached_tokens: int = 0  # of the prompt, at its first admission
+    prompt_logprobs: list[Found] = field(default_factory=list)  # from the second token on, as far as known, where asked
+    scheduled: float | None = None  # when it was first admitted
     first_token: float | None = None
     ended: float = 0.0  # once done is set
     done: Done | None = None
-    is_plain: bool = field(init=False)
+    is_plain: bool = field(init=False)  # each of its tokens is told as it comes, by itself
 
     def __post_init__(self) -> None:
         sampling = self.sampling

@@ -29,34 +29,27 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """A plan in flight. Result i belongs to ``slots[i]``, that is to ``sequences[i]``.
-
-    lengths: of the decode rows, which come first: tokens whose KV is stored when the step has run. chunks: those of the
-    plan, in its order. decodes: rows with one token each, beams included. prompt_tokens: in chunks
-    of prompts, and contexts: the tokens before each of these, in sum. pins: blocks the step copies from, which it holds
-    itself. vacated: sequences that have ended or were preempted since, whose blocks this is the last step to name.
-    moved: blocks swapped, by the timing's name. efforts: what of it preemptions cost. host: host blocks that this is
-    the last step to name. masked: who samples under a mask, from which slot, and the position of that token; mask_sent:
-    whether the workers have the masks. completes: who has nothing to sample in it, and ends once its run is told.
-    """
+    """A plan in flight. Result i belongs to ``slots[i]``, that is to ``sequences[i]``."""
 
     step_id: int
     slots: Int32
     sequences: list[Sequence]
-    lengths: Slots
-    chunks: list[Chunk]
-    decodes: int
-    prompt_tokens: int
-    contexts: float
-    pins: list[int]
+    lengths: Slots  # of the decode rows, which come first: tokens whose KV is stored when the step has run
+    chunks: list[Chunk]  # those of the plan, in its order
+    decodes: int  # rows with one token each, beams included
+    prompt_tokens: int  # in chunks of prompts,
+    contexts: float  # and the tokens before each of these, in sum
+    pins: list[int]  # blocks the step copies from, which it holds itself
     sent: float
-    moved: dict[str, int] = field(default_factory=dict)
-    efforts: list[Effort] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)
-    vacated: list[Sequence] = field(default_factory=list)
-    masked: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
-    mask_sent: bool = False
-    completes: set[Sequence] = field(default_factory=set)
+    moved: dict[str, int] = field(default_factory=dict)  # blocks swapped, by the timing's name
+    efforts: list[Effort] = field(default_factory=list)  # what of it preemptions cost
+    host: list[int] = field(default_factory=list)  # host blocks that this is the last step to name
+    vacated: list[Sequence] = field(
+        default_factory=list
+    )  # ended or preempted since; it is the last to name their blocks
+    masked: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # who samples under a mask: (slot, position)
+    mask_sent: bool = False  # whether the workers have the masks
+    completes: set[Sequence] = field(default_factory=set)  # who samples nothing in it, and ends once its run is told
 
     @property
     def tokens(self) -> int:

@@ -63,7 +63,7 @@ class Runner:
         host: HostMemory,
         told: LogprobsMode = RAW_LOGPROBS,
     ) -> None:
-        self.kv = kv
+        self.kv, self.limits = kv, limits
         self._device, self._kernels, self._decoder, self._host = device, kernels, decoder, host
         self._rows = Rows(limits)
         self._sampler = Sampler(self._rows, kernels, device, told)

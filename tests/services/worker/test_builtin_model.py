@@ -110,7 +110,7 @@ def test_bfloat16_is_near(prompts: list[list[int]], outputs: list[list[int]], lo
             assert exact[first, wanted[first]] - exact[first, got[first]] < 0.3
     differences = []
     for prompt, wanted, exact in list(zip(prompts, outputs, logits, strict=True))[:18:2]:
-        near = forward.logits(ours._decoder, [*prompt, *wanted[:-1]], [len(prompt)]).log_softmax(-1)[-TOKENS:]
+        near = forward.logits(ours.decoder, [*prompt, *wanted[:-1]], [len(prompt)]).log_softmax(-1)[-TOKENS:]
         forced = torch.tensor(wanted)[:, None]
         differences.append((near.gather(1, forced) - exact.log_softmax(-1).gather(1, forced)).abs().flatten())
     assert torch.cat(differences).mean() <= 0.03

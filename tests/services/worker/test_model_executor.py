@@ -236,21 +236,21 @@ def test_logprobs_are_those_of_the_models_own_distribution(executor: ModelExecut
     """Against a float64 softmax of the logits; a row that did not ask has none, whatever its neighbours asked."""
     prompts = random_models.prompts(9, 12)
     logits = []
-    original = executor._decoder.step
+    original = executor.decoder.step
 
     def keeping(*args: Any) -> tuple[torch.Tensor, dict[str, float]]:
         found, parts = original(*args)
         logits.append(found.clone())
         return found, parts
 
-    executor._decoder.step = keeping  # type: ignore[method-assign]
+    executor.decoder.step = keeping  # type: ignore[method-assign]
     try:
         params = SamplingParams(temperature=1.3, seed=5)
         output = executor.execute(
             two_prompts(prompts, [new_row(0), dataclasses.replace(new_row(1, params), logprobs=3)])
         )
     finally:
-        executor._decoder.step = original  # type: ignore[method-assign]
+        executor.decoder.step = original  # type: ignore[method-assign]
     found = output.logprobs
     assert found is not None
     exact = torch.log_softmax(logits[0][1].double(), -1)
