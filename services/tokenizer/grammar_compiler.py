@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
+from services.tokenizer.grammar_errors import explained, subschemas
 from shared.codec import pack, unpack
 from shared.grammar import GrammarError, load_vocabulary, new_matcher, reason_of
 
@@ -34,8 +35,12 @@ MEMORY = 4 << 30
 """Of address space, most of which is never touched."""
 WALK = 8
 """Tokens, and all that is forced between them, for which a new grammar is followed."""
-WHITESPACE = r" |\n[ \t]{0,32}"
-"""Between the tokens of a JSON text: a small model that may write blanks for ever does."""
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""How JSON is written where a request leaves it open: on one line, with a space behind separators or without.
+
+More space would tell nothing and cost tokens, and a small model that may write blanks for ever does. llguidance's
+options; the separators are regular expressions.
+"""
 MOST_OPTIONAL, MOST_OPTIONAL_CLOSED, MOST_BEFORE_REQUIRED = 248, 250, 333
 """Optional properties that fit in a row of ``new_matcher``: of an object with none that is required, open or with
 ``additionalProperties`` false, and those before the first that is required; behind that one there is no limit."""
@@ -58,9 +63,9 @@ def main(argv: Sequence[str]) -> int:
             grammar = serialize(kind, text)
             matcher = new_matcher(vocabulary, grammar)
             _walk(matcher, set(map(int, eos_ids)))
-            answer = ["", reason_of(matcher)] if matcher.is_error() else [grammar, ""]
+            answer = ["", explained(kind, text, reason_of(matcher))] if matcher.is_error() else [grammar, ""]
         except GrammarError as error:
-            answer = ["", str(error) or "it is no grammar"]
+            answer = ["", explained(kind, text, str(error)) or "it is no grammar"]
         _write(sys.stdout.buffer, answer)
     return 0
 
@@ -90,8 +95,8 @@ def serialize(kind: str, text: str) -> str:
         match kind:
             case "json":
                 schema = json.loads(text)
-                _check_objects(schema, "")
-                return str(LLMatcher.grammar_from_json_schema(json.dumps(_with_whitespace(schema))))
+                _check_objects(schema)
+                return str(LLMatcher.grammar_from_json_schema(json.dumps(_with_style(schema))))
             case "regex":
                 # As in JavaScript and JSON Schema, \d and \w are ASCII: who asks for digits wants no others.
                 return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dw')}/"))
@@ -113,16 +118,13 @@ def serialize(kind: str, text: str) -> str:
     raise GrammarError(f"there is no kind of grammar {kind!r}")
 
 
-def _check_objects(schema: object, path: str) -> None:
+def _check_objects(schema: object) -> None:
     """Raises GrammarError for an object that would fail once it is reached, which may be long after its beginning."""
-    if isinstance(schema, list):
-        for place, item in enumerate(schema):
-            _check_objects(item, f"{path}/{place}")
-    if not isinstance(schema, dict):
-        return
-    properties, required = schema.get("properties"), schema.get("required")
-    if isinstance(properties, dict) and "object" in schema.get("type", "object"):
-        limit = MOST_OPTIONAL_CLOSED if schema.get("additionalProperties") is False else MOST_OPTIONAL
+    for path, one in subschemas(schema):
+        properties, required = one.get("properties"), one.get("required")
+        if not isinstance(properties, dict) or "object" not in one.get("type", "object"):
+            continue
+        limit = MOST_OPTIONAL_CLOSED if one.get("additionalProperties") is False else MOST_OPTIONAL
         names = list(properties)
         if isinstance(required, list) and required:
             limit = MOST_BEFORE_REQUIRED
@@ -130,15 +132,12 @@ def _check_objects(schema: object, path: str) -> None:
         if len(names) > limit:
             where = f"{path}/properties"[-100:]
             raise GrammarError(f"{where}: {len(names)} optional properties in a row, more than {limit}")
-    for key, value in schema.items():
-        if key not in ("const", "default", "enum", "examples"):
-            _check_objects(value, f"{path}/{key}")
 
 
-def _with_whitespace(schema: object) -> object:
+def _with_style(schema: object) -> object:
     if schema is True:
         schema = {}
-    return {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema} if isinstance(schema, dict) else schema
+    return {"x-guidance": JSON_STYLE, **schema} if isinstance(schema, dict) else schema
 
 
 def _read(stream: BinaryIO) -> bytes | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.tokenizer.grammar_compiler import CPU_SECONDS, OVERTIME, WHITESPACE
+from services.tokenizer.grammar_compiler import CPU_SECONDS, JSON_STYLE, OVERTIME
 from shared.codec import pack, unpack
 from shared.errors import RequestError
 from shared.grammar import GrammarError, GrammarSpec
@@ -35,8 +35,8 @@ class _UnfinishedError(GrammarError):
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema as a piece of a Lark rule, with the same whitespace as everywhere."""
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema})
+    """A JSON Schema as a piece of a Lark rule, written as everywhere."""
+    return "%json " + json.dumps({"x-guidance": JSON_STYLE, **schema})
 
 
 class Grammars:

@@ -138,6 +138,7 @@ def test_a_template_with_the_request(client: openai.OpenAI, server: Server) -> N
 def test_a_bad_schema_is_named(client: openai.OpenAI, server: Server) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "strin"}}}
     bad = {"type": "function", "function": {"name": "bad", "parameters": parameters}}
-    with pytest.raises(openai.BadRequestError, match="strin") as caught:
+    told = r'tools.2.function.parameters: "strin" is no type of JSON Schema \(at /properties/a\)'
+    with pytest.raises(openai.BadRequestError, match=told) as caught:
         ask(client, server, tools=[*TOOLS, bad], tool_choice="required", stream=True)
     assert caught.value.param == "tools.2.function.parameters"

@@ -15,7 +15,7 @@ from services.tokenizer.grammar_compiler import serialize
 from services.tokenizer.parsers.output import MARKERS, OutputFormat
 from services.tokenizer.reasoning_grammar import behind_reasoning
 from services.tokenizer.tool_grammar import parameter_specs, tool_grammar
-from shared.grammar import GrammarSpec, load_vocabulary, new_matcher
+from shared.grammar import GrammarError, GrammarSpec, load_vocabulary, new_matcher
 from shared.wire import ToolUse
 from tests.services.tokenizer import toy
 
@@ -159,6 +159,18 @@ def test_each_schema_is_checked_by_itself() -> None:
     weather = ("tools.0.function.parameters", PARAMETERS["properties"])
     assert names(ToolUse(TOOLS, "required")) == [weather, ("tools.1.function.parameters", {})]
     assert names(ToolUse(TOOLS, "function", "now")) == [("tools.1.function.parameters", {})]
+
+
+def test_an_object_of_too_many_optional_properties_is_refused_wherever_it_stands() -> None:
+    """It would fail when the model came to it, whose grammar is then that of all functions."""
+    many = {"type": "object", "properties": {f"p{number}": {} for number in range(300)}}
+    deep = {"type": "object", "properties": {"a": {"type": "array", "items": many}}}
+    tools = [TOOLS[0], {"type": "function", "function": {"name": "f", "parameters": deep, "strict": True}}]
+    for use in (ToolUse(tools, "required"), ToolUse(tools, "function", "f"), ToolUse(tools)):
+        spec = parameter_specs(use)[-1]
+        assert spec.param == "tools.1.function.parameters"
+        with pytest.raises(GrammarError, match="/properties/a/items/properties: 300 optional properties in a row"):
+            serialize(spec.kind, spec.text)
 
 
 def test_a_schema_that_is_none_is_the_tools_fault() -> None:
