@@ -9,6 +9,7 @@ from services.scheduler.step_costs import StepCosts, contexts
 
 STRETCH = 0.75  # of the decodes' own time, that each prompt may add to a step
 AT_LEAST = 0.002  # seconds that may be added anyway: so short a gap between tokens is no stall
+LEAST = 8  # tokens of a chunk: its context has to be read whatever their number
 TOGETHER = 0.5  # seconds of prompts in one step, however many there are: matrix products run at full speed then
 
 
@@ -39,8 +40,8 @@ class Budget:
     def chunk(self, start: int, wanted: int) -> int:
         """How many of the ``wanted`` tokens of a prompt from ``start`` on may be computed.
 
-        A chunk that time cuts short ends with a block. The first of a step is a block at least, whatever it takes, and
-        a single token is as good as a decode.
+        A chunk that time cuts short ends with a block. Where time is too short for that, the first of a step gets what
+        there is time for, and LEAST whatever they take; and a single token is as good as a decode.
         """
         most = max(0, min(self.tokens, wanted))
         if math.isinf(self._seconds) or wanted == 1:
@@ -51,8 +52,11 @@ class Budget:
             count -= (start + count) % self._block_size
         if count <= 0:
             block = min(wanted, self._block_size - start % self._block_size)
-            count = block if not self.prompt_tokens or self._costs.prompt(start, block) <= self._seconds else 0
-        count = min(count, most)
+            if self._costs.prompt(start, block) <= self._seconds:
+                count = block
+            elif not self.prompt_tokens:
+                count = min(block, max(LEAST, self._costs.tokens_within(self._seconds, start)))
+        count = max(0, min(count, most))
         self._refused |= count < min(wanted, 1)
         return count
 
