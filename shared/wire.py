@@ -207,7 +207,8 @@ class SubmitText(Message):
     priority: lower runs first. tenant: whose share it counts against. arrival: Unix seconds at the gateway.
     timeout: seconds from the scheduler's taking it in until it has to be complete, 0 for any time.
     tools: of a chat that has some. chat_template: a Jinja source to use instead of the server's; empty: none.
-    truncation: None: a prompt that is too long is refused.
+    truncation: None: a prompt that is too long is refused. clamp_max_tokens: where the context has no room for
+    max_tokens, as many as there is room for are wanted; else that is refused.
     """
 
     kind: ClassVar[Kind] = Kind.SUBMIT_TEXT
@@ -237,6 +238,7 @@ class SubmitText(Message):
     chat_template: str = ""
     grammar: GrammarSpec | None = None
     truncation: Truncation | None = None
+    clamp_max_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

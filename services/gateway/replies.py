@@ -291,7 +291,7 @@ class AnthropicMessage(Reply):
     role: Literal["assistant"]
     model: str
     content: list[AnswerBlock | ThoughtBlock | CallBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
 

@@ -125,7 +125,8 @@ class Encoder:
 
     def _whole(self, message: SubmitText, chat: Conversation | None, rendered: str, limits: Welcome) -> Prompt:
         param = "messages" if message.messages is not None else "prompt"
-        wanted = message.sampling.max_tokens
+        asked = message.sampling.max_tokens
+        wanted = None if message.clamp_max_tokens else asked
         cut = _token_cut(message, limits)
         _check_vocabulary(message.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
         if "" in message.stop:
@@ -152,8 +153,8 @@ class Encoder:
         if len(ids) + (wanted or 1) > limits.max_model_len:
             raise _too_long(len(ids), wanted, limits.max_model_len, param)
         if wanted is None:
-            wanted = limits.max_model_len - len(ids)
-            wanted = min(wanted, limits.defaults.max_tokens or wanted)
+            room = limits.max_model_len - len(ids)
+            wanted = min(room, asked or limits.defaults.max_tokens or room)
         return Prompt(
             ids,
             wanted,

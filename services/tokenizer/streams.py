@@ -123,7 +123,7 @@ class Streams:
         if request.return_ids or sampling.prompt_logprobs >= 0:
             request.prompt_ids = prompt.ids
         request.prompt, request.skip_special = prompt.text, message.skip_special_tokens
-        if sampling.max_tokens is None:
+        if sampling.max_tokens is None or message.clamp_max_tokens:
             sampling = replace(sampling, max_tokens=prompt.max_tokens)
         if prompt.bad_words:
             rules = replace(sampling.rules or LogitRules(), bad_words=prompt.bad_words)

@@ -42,7 +42,7 @@ MESSAGES: list[wire.Message] = [
         RID, "req-1", "chat", SAMPLING, [{"role": "user", "content": "안녕"}], {"x": 1}, None, int32([]), True, True,
         ["\n"], False, True, 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2], ["no"], True,
         wire.ToolUse([{"type": "function"}], "function", "f", False), "{{ x }}",
-        GrammarSpec("regex", "a+", "structured_outputs.regex"), wire.Truncation(5, "right"),
+        GrammarSpec("regex", "a+", "structured_outputs.regex"), wire.Truncation(5, "right"), True,
     ),
     wire.SubmitTokens(
         RID, "req-1", SAMPLING, int32([1, 2, 70000]), 1, "salt", "tenant", 1.5, 2.5, int32([9, 8]), [2], "start: /a+/"

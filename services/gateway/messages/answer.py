@@ -116,7 +116,8 @@ class MessageAnswer(Answer):
         finished = self._finished
         sequence = finished.stop_reason if finished is not None else ""
         if finished is not None and finished.reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
+            reason = "max_tokens" if finished.tokens >= self._asked.max_tokens else "model_context_window_exceeded"
+            return {"stop_reason": reason, "stop_sequence": None}
         if sequence and sequence in (self._asked.stop_sequences or []):
             return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
         return {"stop_reason": "tool_use" if self._arguments else "end_turn", "stop_sequence": None}

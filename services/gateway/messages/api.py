@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from services.gateway.calls import Call
 from services.gateway.chat import Chat
@@ -15,13 +16,16 @@ from shared.wire import SubmitText
 
 
 class Messages(Api[MessagesRequest]):
+    """max_tokens has to be given, so programs give the most that any answer may need, whatever the prompt."""
+
     request_model = MessagesRequest
 
     def names(self, asked: MessagesRequest) -> Mapping[str, str]:
         return NAMES
 
     def submits(self, asked: MessagesRequest, limits: Limits, request_id: str, tenant: str) -> list[SubmitText]:
-        return Chat().submits(chat_request(asked, limits), limits, request_id, tenant)
+        submits = Chat().submits(chat_request(asked, limits), limits, request_id, tenant)
+        return [replace(submit, clamp_max_tokens=True) for submit in submits]
 
     def answer(self, asked: MessagesRequest, call: Call, model: str) -> Answer:
         return MessageAnswer(asked, call, model)

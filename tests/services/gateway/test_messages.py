@@ -44,27 +44,30 @@ def test_a_whole_answer(pipeline: Pipeline, client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "stop", "told"),
+    ("reason", "stop", "tokens", "told"),
     [
-        ("stop", "", ("end_turn", None)),
-        ("stop", "END", ("stop_sequence", "END")),
-        ("stop", "17", ("end_turn", None)),  # a stop token's id
-        ("length", "", ("max_tokens", None)),
+        ("stop", "", 5, ("end_turn", None)),
+        ("stop", "END", 5, ("stop_sequence", "END")),
+        ("stop", "17", 5, ("end_turn", None)),  # a stop token's id
+        ("length", "", 9, ("max_tokens", None)),
+        ("length", "", 8, ("model_context_window_exceeded", None)),  # of the nine that were asked for
     ],
 )
 def test_stop_reasons(
-    pipeline: Pipeline, client: httpx.Client, reason: str, stop: str, told: tuple[str, str | None]
+    pipeline: Pipeline, client: httpx.Client, reason: str, stop: str, tokens: int, told: tuple[str, str | None]
 ) -> None:
     posted = Posted(client, PATH, {**HI, "stop_sequences": ["END"]})
     answer = pipeline.tokenizer.submitted()
+    assert answer.submit.clamp_max_tokens  # programs ask for more than the context has room for
     answer.accept()
+    answer.text("Hello", tokens=tokens)
     answer.finish(reason, stop)
     message = Message.model_validate(posted.response().json())
     assert (message.stop_reason, message.stop_sequence) == told
 
 
 def test_events(pipeline: Pipeline, client: httpx.Client) -> None:
-    streamed = Streamed(client, PATH, HI)
+    streamed = Streamed(client, PATH, {**HI, "max_tokens": 2})
     answer = pipeline.tokenizer.submitted()
     answer.accept()
     assert streamed.opened().headers["content-type"].startswith("text/event-stream")
@@ -219,7 +222,7 @@ def test_anthropics_client_streams(pipeline: Pipeline, gateway: Gateway) -> None
     try:
         with (
             anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as client,
-            client.messages.stream(model="toy", max_tokens=9, messages=[{"role": "user", "content": "Hi"}]) as stream,
+            client.messages.stream(model="toy", max_tokens=2, messages=[{"role": "user", "content": "Hi"}]) as stream,
         ):
             assert "".join(stream.text_stream) == "Hello"
             message = stream.get_final_message()
@@ -284,7 +287,7 @@ def test_their_events_make_the_same_message(pipeline: Pipeline, gateway: Gateway
 
 
 def test_arguments_that_are_no_json_still_make_an_input(pipeline: Pipeline, client: httpx.Client) -> None:
-    posted = Posted(client, PATH, {**HI, "tools": [LOOK]})
+    posted = Posted(client, PATH, {**HI, "tools": [LOOK], "max_tokens": 2})
     answer = pipeline.tokenizer.submitted()
     answer.accept()
     answer.text("look", channel=name_of(0))

@@ -71,6 +71,15 @@ def test_context_is_counted_exactly(encoder: Encoder) -> None:
     assert "resulted in 2048 tokens, which leaves no room" in full.message
 
 
+def test_max_tokens_are_clamped_where_the_api_wants_it(encoder: Encoder) -> None:
+    """Programs for Anthropic's API ask for the most that any answer may need, whatever the prompt."""
+    for wanted, given in ((32_000, 48), (49, 48), (48, 48), (9, 9)):
+        message = submit(wanted, prompt_ids=int32([7] * 2000), clamp_max_tokens=True)
+        assert encode(encoder, message).max_tokens == given
+    full = refusal(encoder, submit(9, prompt_ids=int32([7] * 2048), clamp_max_tokens=True))
+    assert full.code == "context_length_exceeded" and "leaves no room" in full.message
+
+
 def test_chat_gets_the_rest_of_the_context(encoder: Encoder, byte_level: Library) -> None:
     prompt = encode(encoder, submit(None, messages=user("Hello")))
     expected = byte_level.encode("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n").ids
