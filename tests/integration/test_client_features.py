@@ -203,10 +203,6 @@ def test_anthropic_calls_a_tool_and_goes_on(claude: anthropic.Anthropic, model: 
 def test_anthropic_max_tokens_may_be_more_than_the_context(claude: anthropic.Anthropic, model: str) -> None:
     question: Any = [{"role": "user", "content": QUESTION}]
     assert claude.messages.create(messages=question, **greedy(model, 20_000)).stop_reason == "end_turn"
-    story: Any = [{"role": "user", "content": "word " * 2000}]
-    cut = claude.messages.create(messages=story, max_tokens=500, model=model, extra_body={"top_k": 1})
-    assert cut.stop_reason in ("model_context_window_exceeded", "end_turn")
-    assert cut.usage.input_tokens + (cut.usage.cache_read_input_tokens or 0) + cut.usage.output_tokens <= 2048
 
 
 def test_anthropic_gets_structured_output(claude: anthropic.Anthropic, model: str) -> None:

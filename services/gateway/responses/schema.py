@@ -142,7 +142,8 @@ Item = Annotated[
 def _items(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    check_count("input", value, info)
+    if info.data.get("truncation") != "auto":
+        check_count("input", value, info)
     return value
 
 
@@ -284,6 +285,7 @@ class ResponsesRequest(Sampled):
     without_effect = WITHOUT_EFFECT
     only_at = ONLY_AT
 
+    truncation: Literal["auto", "disabled"] | None = None  # before ``input``, which may be any long with it
     input: Annotated[
         list[Item],
         Field(min_length=1, fail_fast=True),
@@ -308,7 +310,6 @@ class ResponsesRequest(Sampled):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

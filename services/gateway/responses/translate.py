@@ -34,7 +34,7 @@ def chat_request(asked: ResponsesRequest, limits: Limits) -> ChatRequest:
     tools, choice = _tools(asked)
     body: dict[str, Any] = {
         **asked.model_dump(mode="json", by_alias=True, include=set(Sampled.model_fields), exclude_none=True),
-        "messages": _messages(asked),
+        "messages": _messages(asked) if asked.truncation != "auto" else _newest(_messages(asked), limits.max_model_len),
         "max_completion_tokens": asked.max_output_tokens,
         "logprobs": asked.wants_logprobs or None,
         "top_logprobs": asked.top_logprobs if asked.wants_logprobs else None,
@@ -77,6 +77,17 @@ def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
         else:
             _append(turn, "content", joined(item.content))
     return messages
+
+
+def _newest(messages: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """Without the oldest that cannot be among so many tokens, as each is at least one; system messages stay."""
+    surplus, kept = len(messages) - tokens, []
+    for message in messages:
+        if surplus > 0 and message["role"] not in ("system", "developer"):
+            surplus -= 1
+        else:
+            kept.append(message)
+    return kept
 
 
 def _append(turn: dict[str, Any], name: str, text: str) -> None:

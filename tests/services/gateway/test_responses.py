@@ -127,6 +127,20 @@ def test_a_conversation_is_sent_back(pipeline: Pipeline, client: httpx.Client) -
     assert posted.response().status_code == 200
 
 
+def test_of_a_conversation_without_end_what_cannot_fit_never_leaves_the_gateway(
+    pipeline: Pipeline, client: httpx.Client
+) -> None:
+    items = [{"role": "developer", "content": "Be kind."}, *({"role": "user", "content": str(n)} for n in range(2000))]
+    posted = Posted(client, PATH, {"input": items, "truncation": "auto", "instructions": "Be brief."})
+    answer = pipeline.tokenizer.submitted()
+    answer.reject(400, "", "", "enough")
+    assert posted.response().status_code == 400
+    messages = answer.submit.messages
+    assert messages is not None and len(messages) == MAX_MODEL_LEN
+    assert [one["content"] for one in messages[:2]] == ["Be brief.", "Be kind."]
+    assert [one["content"] for one in messages[2:]] == [str(n) for n in range(2002 - MAX_MODEL_LEN, 2000)]
+
+
 def test_logprobs(pipeline: Pipeline, client: httpx.Client) -> None:
     posted = Posted(client, PATH, {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2})
     answer = pipeline.tokenizer.submitted()
