@@ -1,6 +1,6 @@
 """What a huge request costs everybody else: inter-token gaps of open streams, and /health, with and without it.
 
-    quire serve & python benchmarks/big_prompt.py --url http://127.0.0.1:8000
+    quire serve & python -m benchmarks.big_prompt --url http://127.0.0.1:8000
 
 Opens a few streams, measures their gaps for a while, then measures again while 5 MB prompts arrive one after another
 (each is refused or served, as the model's context allows). Prints both p99s, their ratio, and the p99 of 100 probes of
@@ -16,10 +16,7 @@ import time
 
 import httpx
 
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+from benchmarks.stats import percentile
 
 
 class Streams:

@@ -147,10 +147,9 @@ def run_lengths(turnovers: int = 10, num_blocks: int = 4097) -> tuple[Counter[in
         while scheduler.load.waiting < 8:
             rid += 1
             submit(scheduler, rid, made.integers(100, VOCAB, rng.randint(16, 1500)), rng.randint(1, 400))
-        while (plan := scheduler.plan()) is not None:
+        if (plan := scheduler.plan()) is not None:
             given += len(plan.append_blocks) + len(plan.table_blocks)
             answer(scheduler, plan, ids)
-            break
         for outbox in scheduler.streams.ready():
             scheduler.streams.acknowledge([done.rid for done in outbox.take(0).done])
     return runs(scheduler.rows.occupants()), scheduler.pool.run_lengths()

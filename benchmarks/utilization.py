@@ -1,6 +1,6 @@
 """How full KV memory is under ShareGPT's lengths: the real scheduler on the null worker, requests always waiting.
 
-    python -m benchmarks.utilization [--scale 1] [--blocks 984] [--block-size 16] [--places 64] [--steps 3000]
+    python -m benchmarks.utilization [--scale 1] [--blocks 984] [--places 64] [--steps 3000]
 
 Filled slots over the slots of blocks in use, and over the whole pool, each physical slot counted once, as the metric
 ``quire:kv_slots`` tells them after every fifth step. ``--scale 8`` divides all lengths and the block size by 8.
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.load import SHAREGPT_CONTEXT, SHAREGPT_INPUT, SHAREGPT_OUTPUT, inverse_cdf
 from services.scheduler import ledger
 from services.scheduler.limits import Limits
 from services.scheduler.scheduler import Scheduler
@@ -24,11 +25,6 @@ from shared.codec import int32
 from shared.sampling import SamplingParams
 from shared.wire import Plan, SubmitTokens
 
-# Quantiles of ShareGPT's prompt and output lengths in tokens (first user turn, first reply).
-QUANTILES = (0, 0.01, 0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95, 0.99, 1)
-INPUTS = (1, 2, 7, 9, 13, 15, 18, 24, 35, 55, 94, 133, 203, 506, 863, 1460, 2028)
-OUTPUTS = (1, 4, 22, 45, 101, 128, 157, 216, 271, 330, 405, 458, 525, 754, 899, 1280, 2009)
-LONGEST = 2048  # prompt and output together
 VOCAB = 49_152
 WAITING = 16  # requests that are kept waiting
 WARM_UP = 0.25  # of the steps, which are not measured
@@ -51,14 +47,6 @@ class Utilization:
     whole_pool: float
     running: float
     preemptions: int
-
-
-def draw(rng: random.Random, lengths: tuple[int, ...]) -> int:
-    """By the inverse of the distribution function, linear between quantiles."""
-    place = rng.random()
-    upper = next(i for i, quantile in enumerate(QUANTILES) if place <= quantile) or 1
-    share = (place - QUANTILES[upper - 1]) / (QUANTILES[upper] - QUANTILES[upper - 1])
-    return round(lengths[upper - 1] + share * (lengths[upper] - lengths[upper - 1]))
 
 
 def measure(workload: Workload, each: Callable[[Scheduler], None] = lambda scheduler: None) -> Utilization:
@@ -90,8 +78,8 @@ def measure(workload: Workload, each: Callable[[Scheduler], None] = lambda sched
     in_use, whole_pool, running = [], [], []
     for step in range(workload.steps):
         while scheduler.load.waiting < WAITING:
-            inputs, outputs = draw(rng, INPUTS), draw(rng, OUTPUTS)
-            if inputs + outputs < LONGEST:
+            inputs, outputs = (inverse_cdf(lengths, rng.random()) for lengths in (SHAREGPT_INPUT, SHAREGPT_OUTPUT))
+            if inputs + outputs < SHAREGPT_CONTEXT:
                 rid += 1
                 prompt = int32([rng.randrange(3, VOCAB) for _ in range(-(-inputs // workload.scale))])
                 params = SamplingParams(temperature=0.0, max_tokens=max(1, outputs // workload.scale))

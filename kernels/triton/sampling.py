@@ -73,6 +73,88 @@ def _unorder(key):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _count_from(logits, vocab, temperature, key, TOKENS: tl.constexpr):
+    """How many tokens of a row are at ``key`` or above."""
+    token = tl.arange(0, TOKENS)
+    count = tl.zeros([TOKENS], tl.int32)
+    for start in range(0, vocab, TOKENS):
+        at = start + token
+        count += ((_order(_scaled(logits, at, vocab, temperature)) >= key) & (at < vocab)).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def _mass_from(logits, vocab, temperature, most, key, TOKENS: tl.constexpr):
+    """exp(logit - most) of the tokens of a row that are at ``key`` or above, in sum."""
+    token = tl.arange(0, TOKENS)
+    mass = tl.zeros([TOKENS], tl.float32)
+    for start in range(0, vocab, TOKENS):
+        at = start + token
+        value = _scaled(logits, at, vocab, temperature)
+        mass += tl.where((_order(value) >= key) & (at < vocab), tl.exp(value - most), 0.0)
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def _top_k(logits, vocab, temperature, top_k, cut, TOKENS: tl.constexpr):
+    """Where top_k cuts, at ``cut`` or above: (key, how many tokens of exactly this key stay).
+
+    The greatest key at which k tokens lie at or above it, one bit after another from the highest.
+    """
+    kth = tl.full([], 0, tl.int64)
+    for bit in range(32):
+        trial = kth + (tl.full([], 1, tl.int64) << (31 - bit))
+        if _count_from(logits, vocab, temperature, trial, TOKENS) >= top_k:
+            kth = trial
+    ties = tl.full([], 0, tl.int64) + vocab
+    if kth > cut:
+        ties = top_k - _count_from(logits, vocab, temperature, kth + 1, TOKENS)
+        cut = kth
+    return cut, ties
+
+
+@triton.jit
+def _top_p(logits, vocab, temperature, most, top_p, cut, ties, TOKENS: tl.constexpr):
+    """Where top_p cuts what other filters have left, as ``_top_k`` does; most: the row's largest logit.
+
+    The greatest key above their cut-off at which the tokens from it up hold the wanted mass; where there is none, their
+    cut-off, of whose ties perhaps not all are needed.
+    """
+    at_cut = tl.exp(_unorder(cut) - most)
+    above = _count_from(logits, vocab, temperature, cut + 1, TOKENS)
+    ties = tl.minimum(ties, (_count_from(logits, vocab, temperature, cut, TOKENS) - above).to(tl.int64))
+    mass = _mass_from(logits, vocab, temperature, most, cut + 1, TOKENS)
+    wanted = top_p * (mass + tl.where(ties > 0, at_cut * ties.to(tl.float32), 0.0))
+    found = tl.full([], 0, tl.int64)
+    for bit in range(32):
+        trial = found + (tl.full([], 1, tl.int64) << (31 - bit))
+        if (_mass_from(logits, vocab, temperature, most, trial, TOKENS) >= wanted) | (trial <= cut):
+            found = trial
+    lacking = wanted - _mass_from(logits, vocab, temperature, most, found + 1, TOKENS)
+    needed = tl.maximum(tl.ceil(lacking / tl.exp(_unorder(found) - most)), 1.0).to(tl.int64)
+    if found > cut:
+        ties = needed
+    else:
+        ties = tl.minimum(ties, needed)
+    return found, ties
+
+
+@triton.jit
+def _last_tie(logits, vocab, temperature, cut, ties, TOKENS: tl.constexpr):
+    """The id of the last of the first ``ties`` tokens at exactly ``cut``; -1 where there are none."""
+    token = tl.arange(0, TOKENS)
+    seen = tl.full([], 0, tl.int64)
+    last = tl.full([], -1, tl.int64)
+    for start in range(0, vocab, TOKENS):
+        at = start + token
+        tied = (_order(_scaled(logits, at, vocab, temperature)) == cut) & (at < vocab)
+        rank = seen + tl.cumsum(tied.to(tl.int32), 0).to(tl.int64)
+        last = tl.maximum(last, tl.max(tl.where(tied & (rank <= ties), at, -1), 0).to(tl.int64))
+        seen += tl.sum(tied.to(tl.int32), 0).to(tl.int64)
+    return last
+
+
 @triton.jit(
     do_not_specialize=["vocab"],
     do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps"],
@@ -105,7 +187,6 @@ def cut_kernel(
         return
     logits += row * row_stride
     token = tl.arange(0, TOKENS)
-
     highest = tl.full([TOKENS], float("-inf"), tl.float32)
     for start in range(0, vocab, TOKENS):
         highest = tl.maximum(highest, _scaled(logits, start + token, vocab, temperature))
@@ -117,68 +198,11 @@ def cut_kernel(
         # the least key at or above the limit, which itself may lie between two
         cut = _order(most + tl.log(min_p))
     if (top_k > 0) & (top_k < vocab):
-        kth = tl.full([], 0, tl.int64)
-        for bit in range(32):
-            trial = kth + (tl.full([], 1, tl.int64) << (31 - bit))
-            count = tl.zeros([TOKENS], tl.int32)
-            for start in range(0, vocab, TOKENS):
-                key = _order(_scaled(logits, start + token, vocab, temperature))
-                count += ((key >= trial) & (start + token < vocab)).to(tl.int32)
-            if tl.sum(count, 0) >= top_k:
-                kth = trial
-        if kth > cut:
-            above = tl.zeros([TOKENS], tl.int32)
-            for start in range(0, vocab, TOKENS):
-                key = _order(_scaled(logits, start + token, vocab, temperature))
-                above += ((key > kth) & (start + token < vocab)).to(tl.int32)
-            cut = kth
-            ties = top_k - tl.sum(above, 0)
+        cut, ties = _top_k(logits, vocab, temperature, top_k, cut, TOKENS)
     if top_p < 1:
-        mass = tl.zeros([TOKENS], tl.float32)
-        for start in range(0, vocab, TOKENS):
-            value = _scaled(logits, start + token, vocab, temperature)
-            mass += tl.where((_order(value) > cut) & (start + token < vocab), tl.exp(value - most), 0.0)
-        at_cut = tl.exp(_unorder(cut) - most)
-        count = tl.zeros([TOKENS], tl.int32)
-        for start in range(0, vocab, TOKENS):
-            key = _order(_scaled(logits, start + token, vocab, temperature))
-            count += ((key == cut) & (start + token < vocab)).to(tl.int32)
-        ties = tl.minimum(ties, tl.sum(count, 0).to(tl.int64))
-        wanted = top_p * (tl.sum(mass, 0) + tl.where(ties > 0, at_cut * ties.to(tl.float32), 0.0))
-
-        # the greatest key above the cut-off at which the tokens from it up hold the wanted mass; none: the cut-off
-        found = tl.full([], 0, tl.int64)
-        for bit in range(32):
-            trial = found + (tl.full([], 1, tl.int64) << (31 - bit))
-            mass = tl.zeros([TOKENS], tl.float32)
-            for start in range(0, vocab, TOKENS):
-                value = _scaled(logits, start + token, vocab, temperature)
-                mass += tl.where((_order(value) >= trial) & (start + token < vocab), tl.exp(value - most), 0.0)
-            if (tl.sum(mass, 0) >= wanted) | (trial <= cut):
-                found = trial
-        above = tl.zeros([TOKENS], tl.float32)
-        for start in range(0, vocab, TOKENS):
-            value = _scaled(logits, start + token, vocab, temperature)
-            above += tl.where((_order(value) > found) & (start + token < vocab), tl.exp(value - most), 0.0)
-        lacking = (wanted - tl.sum(above, 0)) / tl.exp(_unorder(found) - most)
-        needed = tl.maximum(tl.ceil(lacking), 1.0).to(tl.int64)
-        if found > cut:
-            ties = needed
-        else:
-            ties = tl.minimum(ties, needed)
-        cut = found
-
-    # the id of the last of the tokens that stay among those exactly at the cut-off
-    seen = tl.full([], 0, tl.int64)
-    last = tl.full([], -1, tl.int64)
-    for start in range(0, vocab, TOKENS):
-        at = start + token
-        tied = (_order(_scaled(logits, at, vocab, temperature)) == cut) & (at < vocab)
-        rank = seen + tl.cumsum(tied.to(tl.int32), 0).to(tl.int64)
-        last = tl.maximum(last, tl.max(tl.where(tied & (rank <= ties), at, -1), 0).to(tl.int64))
-        seen += tl.sum(tied.to(tl.int32), 0).to(tl.int64)
+        cut, ties = _top_p(logits, vocab, temperature, most, top_p, cut, ties, TOKENS)
     tl.store(cut_keys + row, cut)
-    tl.store(cut_tokens + row, last)
+    tl.store(cut_tokens + row, _last_tie(logits, vocab, temperature, cut, ties, TOKENS))
 
 
 @triton.jit(do_not_specialize=["vocab", "parts"], do_not_specialize_on_alignment=["temperatures", "seeds", "positions"])
