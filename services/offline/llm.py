@@ -95,15 +95,33 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         use_tqdm: bool = True,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several, each a list of OpenAI's messages; the rest is as in ``generate``."""
+        """Answers to one conversation or several, each a list of OpenAI's messages; the rest is as in ``generate``.
+
+        The fields of a chat request that are no sampling parameters are for all conversations, and as in OpenAI's and
+        vLLM's APIs; None leaves one out. A ``chat_template`` wants ``LLM(..., trust_request_chat_template=True)``.
+        """
         given = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        shared: dict[str, Any] = {} if tools is None else {"tools": tools}
-        if chat_template_kwargs is not None:
-            shared["chat_template_kwargs"] = chat_template_kwargs
+        optional = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "response_format": response_format,
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        shared = {name: value for name, value in optional.items() if value is not None}
 
         def body(index: int, params: SamplingParams) -> dict[str, Any]:
             fields = params.body()

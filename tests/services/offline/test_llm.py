@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import psutil
 import pytest
@@ -91,6 +93,58 @@ def test_chat(llm: LLM) -> None:
     answer = alone.outputs[0]
     assert answer.message is not None and answer.message["content"] == answer.text
     assert answer.logprobs is not None and [next(iter(told)) for told in answer.logprobs] == answer.token_ids
+
+
+UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
+UNIT["additionalProperties"] = False
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": UNIT}} for name in ("get_weather", "get_temperature")
+]
+
+
+def test_chats_with_tools(llm: LLM) -> None:
+    talks = [[{"role": "user", "content": text}] for text in ("hello", "and you?")]
+    params = SamplingParams(temperature=1, seed=2, max_tokens=100)
+    named = {"type": "function", "function": {"name": "get_temperature"}}
+    for choice, names in (("required", ("get_weather", "get_temperature")), (named, ("get_temperature",))):
+        options = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+        for one in llm.chat(talks, params, use_tqdm=False, **options):  # type: ignore[arg-type]
+            message = one.outputs[0].message
+            assert message is not None and message["content"] is None
+            (call,) = message["tool_calls"]
+            assert call["function"]["name"] in names
+            jsonschema.validate(json.loads(call["function"]["arguments"]), UNIT)
+            assert one.outputs[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "21"}
+    (after,) = llm.chat([*talks[0], message, result], GREEDY, tools=TOOLS, tool_choice="none", use_tqdm=False)
+    assert after.outputs[0].message is not None and "tool_calls" not in after.outputs[0].message
+    with pytest.raises(RequestError, match="tool_choice"):
+        llm.chat(talks[0], GREEDY, tools=TOOLS, tool_choice="sometimes", use_tqdm=False)
+
+
+def test_outputs_of_a_form(llm: LLM) -> None:
+    wish = {"type": "json_schema", "json_schema": {"name": "unit", "schema": UNIT}}
+    talk = [{"role": "user", "content": "hello"}]
+    (one,) = llm.chat(talk, SamplingParams(max_tokens=50), response_format=wish, use_tqdm=False)
+    jsonschema.validate(json.loads(one.outputs[0].text), UNIT)
+    each = [SamplingParams(structured_outputs={"choice": ["red", "blue"]}), SamplingParams(max_tokens=2)]
+    held, free = llm.chat([talk, talk], each, use_tqdm=False)
+    assert held.outputs[0].text in ("red", "blue") and free.outputs[0].finish_reason == "length"
+    (year,) = generate(llm, "In", SamplingParams(structured_outputs={"regex": "[0-9]{4}"}))
+    assert len(year.outputs[0].text) == 4 and year.outputs[0].text.isdecimal()
+    with pytest.raises(RequestError, match=r'response_format\.json_schema\.schema: "not" is not supported'):
+        bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"not": {}}}}
+        llm.chat(talk, response_format=bad, use_tqdm=False)
+
+
+def test_how_a_chat_becomes_a_prompt(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Well"}]
+    (going_on,) = llm.chat(talk, GREEDY, add_generation_prompt=False, continue_final_message=True, use_tqdm=False)
+    assert llm.decode(going_on.prompt_token_ids).endswith("Well")
+    (closed,) = llm.chat(talk, GREEDY, add_generation_prompt=False, use_tqdm=False)
+    assert len(closed.prompt_token_ids) > len(going_on.prompt_token_ids)
+    with pytest.raises(RequestError, match="chat_template"):
+        llm.chat(talk, GREEDY, chat_template="{{ messages }}", use_tqdm=False)
 
 
 def test_a_prompt_that_cannot_be_answered(llm: LLM) -> None:
