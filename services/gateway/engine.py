@@ -190,8 +190,10 @@ class Engine:
 
     def fail_all(self, reason: str) -> None:
         """Ends every open request with an error that carries ``reason``."""
-        log.warning("ending all open requests: %s", reason)
-        for request in self._open():
+        requests = list(self._open())
+        if requests:
+            log.warning("ending %d open requests: %s", len(requests), reason)
+        for request in requests:
             request.fail(self._unavailable(reason))
 
     async def ask_scheduler(

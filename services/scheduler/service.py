@@ -215,16 +215,20 @@ class SchedulerService:
         if not self._config.disable_log_stats and (line := core.stats.line(core.load, now)):
             log.info(line)
 
-    def _end(self, message: str, code: int) -> None:
-        """The last word: every open stream ends with ``message``, and the workers may go."""
+    def _end(self, message: str, code: int, *, wanted: bool = False) -> None:
+        """The last word: every open stream ends with ``message``, and the workers may go.
+
+        wanted: somebody asked for it, whatever the code; so is an end with code 0.
+        """
         if self._ended is not None:
             return
         self._ended = code
-        log.log(logging.ERROR if code else logging.INFO, "ending: %s", message)
+        wanted = wanted or code == 0
+        log.log(logging.INFO if wanted else logging.ERROR, "ending: %s", message)
         if self._core is not None:
             self._core.end_all(message)
             self._deliver(self._core)
-        self._workers.send_all(Goodbye(message if code else ""))  # a reason means that something went wrong
+        self._workers.send_all(Goodbye("" if wanted else message))  # a reason means that something went wrong
 
     def _close(self) -> None:
         self._grammars.close()
@@ -394,7 +398,9 @@ class SchedulerService:
     def _on_worker_goodbye(self, peer: Peer, message: Goodbye) -> None:
         self._workers.peers.remove(peer.raw)
         if peer.hello.memory is not None:
-            self._end(f"worker rank {peer.identity.index} has left: {message.reason or 'it gave no reason'}", 1)
+            # Nothing is served without it, but at the end of a server it is only the first to go.
+            why = message.reason or "it shuts down"
+            self._end(f"worker rank {peer.identity.index} has left: {why}", 1, wanted=not message.reason)
 
     def _on_silent_worker(self, peer: Peer, now: float) -> None:
         """A rank's main thread may be in a long step; it is dead when its heartbeat thread is silent as well."""

@@ -308,7 +308,8 @@ class WorkerService:
         self._pulse.stop()
         self._flight.close()
         if self._joined:
-            self._send(Goodbye(self._reason))
+            failed = self._reason or "it failed"  # without an end of its own, by an exception
+            self._send(Goodbye("" if self._ended == 0 else failed))
         self._socket.close(linger=LAST_WORD_MS)
         self._context.term()
         self._wake_in.close()

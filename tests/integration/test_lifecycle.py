@@ -56,6 +56,11 @@ class OpenStream:
         return str(json.loads(self.events[-2])["error"]["message"])
 
 
+def complaints(server: Server) -> list[str]:
+    """What was logged as more than INFO: an end that somebody asked for is no error of any process."""
+    return [line for line in server.log.read_text().splitlines() if " INFO " not in line]
+
+
 @pytest.mark.parametrize("role", ["worker", "scheduler", "tokenizer"])
 def test_death_of_a_child_ends_open_streams_with_its_name(tmp_path: Path, role: str) -> None:
     """vLLM 39863, 16259, 48966: clients waited on, and the server ended as if all were well."""
@@ -114,17 +119,20 @@ def test_interrupt_ends_streams_and_the_server_in_five_seconds(tmp_path: Path) -
         server.signal(signal.SIGINT)
         assert server.wait(timeout=5) == 0
         assert "interrupted" in stream.ended_with_error(timeout=1)
+        [told] = complaints(server)
+        assert told.endswith("WARNING gateway 0: ending 1 open requests: the server was interrupted")
 
 
 def test_terminate_lets_open_streams_finish(tmp_path: Path) -> None:
     """vLLM 24885, kserve PR 5496: streams were cut."""
-    with serve(tmp_path, *SLOW) as server:
+    with serve(tmp_path, *SLOW, "--gateways", "2", "--tokenizers", "2") as server:
         stream = OpenStream(server, max_tokens=60)
         stream.wait_for_events(3)
         server.signal(signal.SIGTERM)
         assert server.wait(timeout=30) == 0
         assert stream.events[-1] == "[DONE]"
         assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
+        assert complaints(server) == []
 
 
 def test_two_servers_on_one_host(tmp_path: Path) -> None:

@@ -186,6 +186,20 @@ def test_a_silent_rank_is_named_and_ends_open_streams(tmp_path: Path) -> None:
         assert server.workers[0].wait(2) == 1  # told GOODBYE with that reason
 
 
+def test_a_worker_that_is_asked_to_go_is_no_error(tmp_path: Path) -> None:
+    """At the end of a server any of its processes may be the first. Its neighbours go too, as wanted."""
+    with running(tmp_path, ranks=2) as (server, client):
+        client.submit(RID, [5] * 20, 2000)
+        client.wait_for(lambda: client.outputs.get((RID, 0)))
+        server.workers[1].terminate()
+        client.wait_for(lambda: client.done)
+        assert client.finished[RID, 0].message == "worker rank 1 has left: it shuts down"
+        assert server.scheduler is not None and server.scheduler.wait(5) == 1  # nobody can be served any more
+        assert [worker.wait(5) for worker in server.workers] == [0, 0]
+        logs = server.log("scheduler") + server.log("worker")
+        assert "INFO scheduler: ending: worker rank 1 has left: it shuts down" in logs and "ERROR" not in logs
+
+
 def test_a_long_step_is_no_silence(tmp_path: Path) -> None:
     with running(tmp_path, worker_options=("--null-step-ms=5000",)) as (_, client):
         client.submit(RID, [5] * 20, 1)
