@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
@@ -11,6 +15,7 @@ from tokenizers import decoders, models
 from services.tokenizer.detokenizer import Pieces
 from services.tokenizer.tokenizer import Tokenizer
 from shared.errors import ConfigError
+from tests.services.tokenizer import toy
 
 SAMPLES = ["Hello world", " and", "안녕하세요", "😀🚀", "naïve café", "\n\tx", "日本", "ab  cd", "👨‍👩‍👧", "<0x41>"]
 
@@ -92,3 +97,18 @@ def test_a_decoder_of_another_kind_is_refused() -> None:
     library.decoder = decoders.WordPiece()
     with pytest.raises(ConfigError, match="WordPiece"):
         Pieces(library)
+
+
+@pytest.mark.parametrize("spaces", [True, False])
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_no_tokenizer_puts_spaces_between_special_tokens(
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str, spaces: bool
+) -> None:
+    """So requests' ``spaces_between_special_tokens`` changes nothing, here as in transformers."""
+    library: Library = request.getfixturevalue(kind)
+    oracle: Any = transformers.AutoTokenizer.from_pretrained(toy.save(tmp_path / kind, library))
+    special = [id for id, token in library.get_added_tokens_decoder().items() if token.special]
+    ids = [special[0], special[1], *library.encode("one two", add_special_tokens=False).ids, special[1], special[1]]
+    text = join(Pieces(library), ids, skip=False)
+    wanted = oracle.decode(ids, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+    assert text == wanted and "> <" not in text
