@@ -575,6 +575,7 @@ class Plan(Message):
     release: slots whose sequence is over. pause/resume: slots that skip steps and keep their memory.
     swap_out, swap_in, copies: (source, destination) pairs, flat; done in this order and before any store. swap_out is
     from a block to a host block, 0..host_blocks-1, and swap_in the other way.
+    Whoever makes a plan may leave out what is empty; on the wire every column is there.
     """
 
     kind: ClassVar[Kind] = Kind.PLAN
@@ -583,23 +584,23 @@ class Plan(Message):
     worker_epoch: int
     full: bool
     decodes: int
-    new_rows: list[NewRow]
-    chunk_slots: list[int]
-    chunk_starts: list[int]
-    chunk_lens: list[int]
-    chunk_samples: list[list[int]]
-    table_slots: list[int]
-    table_lens: list[int]
-    pause: list[int]
-    resume: list[int]
-    release: list[int]
-    tokens: Int32
-    table_blocks: Int32
-    append_slots: Int32
-    append_blocks: Int32
-    swap_out: Int32
-    swap_in: Int32
-    copies: Int32
+    new_rows: list[NewRow] = field(default_factory=list)
+    chunk_slots: list[int] = field(default_factory=list)
+    chunk_starts: list[int] = field(default_factory=list)
+    chunk_lens: list[int] = field(default_factory=list)
+    chunk_samples: list[list[int]] = field(default_factory=list)
+    table_slots: list[int] = field(default_factory=list)
+    table_lens: list[int] = field(default_factory=list)
+    pause: list[int] = field(default_factory=list)
+    resume: list[int] = field(default_factory=list)
+    release: list[int] = field(default_factory=list)
+    tokens: Int32 = field(default_factory=no_ids)
+    table_blocks: Int32 = field(default_factory=no_ids)
+    append_slots: Int32 = field(default_factory=no_ids)
+    append_blocks: Int32 = field(default_factory=no_ids)
+    swap_out: Int32 = field(default_factory=no_ids)
+    swap_in: Int32 = field(default_factory=no_ids)
+    copies: Int32 = field(default_factory=no_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from services.worker import model_executor
 from services.worker.accounting import account
 from services.worker.config import WorkerConfig
 from services.worker.model_executor import ModelExecutor
-from shared.codec import int32, no_ids
+from shared.codec import int32
 from shared.metrics import Registry
 from shared.wire import NewRow, Plan
 
@@ -214,12 +214,8 @@ def _away_and_back(made: ModelExecutor, table: list[int], length: int, token: in
     )
 
 
-def _plan(**changes: Any) -> Plan:
-    lists = ("new_rows", "chunk_slots", "chunk_starts", "chunk_lens", "chunk_samples", "table_slots", "table_lens")
-    columns = ("tokens", "table_blocks", "append_slots", "append_blocks", "swap_out", "swap_in", "copies")
-    values: dict[str, Any] = {"step_id": 1, "scheduler_epoch": 1, "worker_epoch": 1, "full": False, "decodes": 0}
-    values |= {name: [] for name in (*lists, "pause", "resume", "release")} | {name: no_ids() for name in columns}
-    return Plan(**(values | changes))
+def _plan(*, full: bool = False, decodes: int = 0, **columns: Any) -> Plan:
+    return Plan(step_id=1, scheduler_epoch=1, worker_epoch=1, full=full, decodes=decodes, **columns)
 
 
 def check_server(folder: Path, shape: Shape, device: torch.device, tokens: int, limit: float, checks: Checks) -> None:

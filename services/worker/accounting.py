@@ -13,9 +13,10 @@ from services.worker.machine import Cgroup, free_host_memory
 from services.worker.model_executor import ModelExecutor
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
-from shared.codec import int32, no_ids
+from shared.codec import int32
 from shared.wire import NewRow, Plan
 
+STEP = (1, 1, 1)  # step_id and epochs, which the executor does not look at
 PARTS = ("linear", "head", "attention", "other", "sample")
 HEADER = (
     f"{'':<14} {'step ms':>8} {'median':>8} "
@@ -37,12 +38,12 @@ def account(
         bench = _Bench(executor, batch, batch)
         bench.fill(batch, context, steps)
         for _ in range(steps):
-            bench.step(decodes=batch)
+            bench.step(Plan(*STEP, full=False, decodes=batch))
         yield bench.line(f"decode {batch}", context + steps // 2, flops, bandwidth)
     for tokens in prompts:
         bench = _Bench(executor, tokens, 1)
         for _ in range(max(2, steps // 2)):
-            bench.step(full=True, **_prompts(executor, [0], tokens, tokens))
+            bench.step(_prompts(executor, [0], tokens, tokens))
         yield bench.line(f"prompt {tokens}", tokens // 2, flops, bandwidth)
 
 
@@ -64,13 +65,10 @@ class _Bench:
         at_once = max(1, 2048 // context)
         for first in range(0, sequences, at_once):
             slots = list(range(first, min(sequences, first + at_once)))
-            plan = _plan(
-                full=first == 0, decodes=first, **_prompts(self._executor, slots, context, context + steps + 1)
-            )
-            self._executor.execute(plan)
+            capacity = context + steps + 1
+            self._executor.execute(_prompts(self._executor, slots, context, capacity, full=first == 0, decodes=first))
 
-    def step(self, **changes: object) -> None:
-        plan = _plan(**changes)
+    def step(self, plan: Plan) -> None:
         begin = time.perf_counter()
         timings = self._executor.execute(plan).timings
         wall = time.perf_counter() - begin
@@ -94,30 +92,27 @@ class _Bench:
         )
 
 
-def _plan(**changes: object) -> Plan:
-    lists = ("new_rows", "chunk_slots", "chunk_starts", "chunk_lens", "chunk_samples", "table_slots", "table_lens")
-    columns = ("tokens", "table_blocks", "append_slots", "append_blocks", "swap_out", "swap_in", "copies")
-    values: dict[str, object] = {"step_id": 1, "scheduler_epoch": 1, "worker_epoch": 1, "full": False, "decodes": 0}
-    values |= {name: [] for name in (*lists, "pause", "resume", "release")} | {name: no_ids() for name in columns}
-    return Plan(**(values | changes))  # type: ignore[arg-type]
-
-
-def _prompts(executor: ModelExecutor, slots: Sequence[int], tokens: int, capacity: int) -> dict[str, object]:
-    """Parts of a plan that computes random prompts in new slots, with blocks for ``capacity`` tokens each."""
+def _prompts(
+    executor: ModelExecutor, slots: Sequence[int], tokens: int, capacity: int, *, full: bool = True, decodes: int = 0
+) -> Plan:
+    """Computes random prompts in new slots, with blocks for ``capacity`` tokens each, beside ``decodes`` rows."""
     blocks = -(-capacity // executor.memory.block_size)
     table = [1 + slot * blocks + i for slot in slots for i in range(blocks)]
     ids = torch.randint(executor.memory.vocab_size, (len(slots) * tokens,)).tolist()
-    return {
-        "new_rows": [NewRow(slot, 0, 0, 0.0, 1.0, 0, 0.0, seed=0) for slot in slots],
-        "table_slots": list(slots),
-        "table_lens": [blocks] * len(slots),
-        "table_blocks": int32(table),
-        "chunk_slots": list(slots),
-        "chunk_starts": [0] * len(slots),
-        "chunk_lens": [tokens] * len(slots),
-        "chunk_samples": [[slot] for slot in slots],
-        "tokens": int32(ids),
-    }
+    return Plan(
+        *STEP,
+        full=full,
+        decodes=decodes,
+        new_rows=[NewRow(slot, 0, 0, 0.0, 1.0, 0, 0.0, seed=0) for slot in slots],
+        chunk_slots=list(slots),
+        chunk_starts=[0] * len(slots),
+        chunk_lens=[tokens] * len(slots),
+        chunk_samples=[[slot] for slot in slots],
+        table_slots=list(slots),
+        table_lens=[blocks] * len(slots),
+        tokens=int32(ids),
+        table_blocks=int32(table),
+    )
 
 
 def _products(decoder: Decoder, rows: int, samples: int) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from services.worker.logprobs import RAW_LOGPROBS, LogprobsMode
 from services.worker.models.decoder import Decoder
 from services.worker.rows import Limits
 from services.worker.runner import Runner
-from shared.codec import int32, no_ids
+from shared.codec import int32
 from shared.sampling import LogitRules
 from shared.wire import NewRow, Plan, RowRules
 
@@ -87,16 +87,9 @@ def _plan(
         chunk_samples=[[slot] for slot in slots],
         table_slots=slots,
         table_lens=[limits.max_blocks] * len(slots),
-        pause=[],
-        resume=[],
         release=list(release),
         tokens=int32([0] * sum(lens)),
         table_blocks=int32([BLOCKS - 1] * limits.max_blocks * len(slots)),
-        append_slots=no_ids(),
-        append_blocks=no_ids(),
-        swap_out=no_ids(),
-        swap_in=no_ids(),
-        copies=no_ids(),
     )
 
 

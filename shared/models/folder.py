@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def check(path: Path) -> tuple[list[Path], str]:
     """
     digest = hashlib.sha256()
     config = _json(path / "config.json", digest)
-    _check_architecture(path, config)
+    architecture(path, config)
     weights = _weights(path, digest)
     for shard in weights:
         digest.update(_check_safetensors(shard))
@@ -34,9 +35,11 @@ def check(path: Path) -> tuple[list[Path], str]:
     return weights, digest.hexdigest()
 
 
-def _check_architecture(path: Path, config: dict[str, Any]) -> None:
+def architecture(path: Path, config: Mapping[str, Any]) -> str:
+    """Which of ARCHITECTURES the config.json of folder ``path`` names. Raises ConfigError for another model."""
     names = config.get("architectures") or []
-    if not isinstance(names, list) or not any(name in ARCHITECTURES for name in names):
+    found = [name for name in names if name in ARCHITECTURES] if isinstance(names, list) else []
+    if not found:
         shown = ", ".join(map(str, names)) if isinstance(names, list) and names else "none"
         raise ConfigError(
             f"{path / 'config.json'}: architecture {shown} is not supported; supported are {', '.join(ARCHITECTURES)}"
@@ -44,6 +47,7 @@ def _check_architecture(path: Path, config: dict[str, Any]) -> None:
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method is not None:
         raise ConfigError(f"{path / 'config.json'}: weights quantised by {method!r} are not supported")
+    return str(found[0])
 
 
 def _weights(path: Path, digest: hashlib._Hash) -> list[Path]:

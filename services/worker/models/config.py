@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.worker.models.rope import Rope
 from shared.errors import ConfigError
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+from shared.models.folder import architecture as architecture_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class ModelConfig:
         raw = _read_json(folder / "config.json")
         if raw is None:
             raise ConfigError(f"{folder} has no config.json")
-        architecture = _architecture(raw)
+        architecture = architecture_of(folder, raw)
         config = _with_defaults(folder)
         bias = bool(getattr(config, "attention_bias", False))
         if config.hidden_act != "silu":
@@ -93,17 +86,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object")
     return value
-
-
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or [
-        name for name, model_type in ARCHITECTURES.items() if model_type == raw.get("model_type")
-    ]
-    for name in names:
-        if name in ARCHITECTURES:
-            return str(name)
-    shown = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}"
-    raise ConfigError(f"{shown} is not a supported architecture; supported: {', '.join(ARCHITECTURES)}")
 
 
 def _with_defaults(folder: Path) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.worker.executor import Executor
-from shared.codec import int32, no_ids
+from shared.codec import int32
 from shared.sampling import SamplingParams
 from shared.wire import NewRow, Plan
 
@@ -17,25 +17,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def plan(**changes: Any) -> Plan:
     """A plan of nothing, changed by keyword; int32 columns may be lists."""
-    values: dict[str, Any] = {
-        "step_id": 1,
-        "scheduler_epoch": 1,
-        "worker_epoch": 1,
-        "full": False,
-        "decodes": 0,
-        "new_rows": [],
-        "chunk_slots": [],
-        "chunk_starts": [],
-        "chunk_lens": [],
-        "chunk_samples": [],
-        "table_slots": [],
-        "table_lens": [],
-        "pause": [],
-        "resume": [],
-        "release": [],
-    }
+    values = {"step_id": 1, "scheduler_epoch": 1, "worker_epoch": 1, "full": False, "decodes": 0}
     columns = ("tokens", "table_blocks", "append_slots", "append_blocks", "swap_out", "swap_in", "copies")
-    values |= {name: no_ids() for name in columns}
     values |= {name: int32(value) if name in columns else value for name, value in changes.items()}
     return Plan(**values)
 

@@ -97,8 +97,8 @@ def test_max_model_len_above_the_limit_names_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not a supported architecture; supported: Ll"),
-        ({"model_type": "falcon"}, "model_type 'falcon' is not a supported architecture"),
+        ({"architectures": ["FalconForCausalLM"]}, "architecture FalconForCausalLM is not supported; supported are Ll"),
+        ({"model_type": "llama"}, "architecture none is not supported"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         (LLAMA | {"num_key_value_heads": 3}, "num_attention_heads 8 is no multiple of 3"),
         (LLAMA | {"hidden_size": "many"}, "config.json: .*hidden_size"),
