@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,17 @@ def test_compiled_once_and_again_when_a_source_changes(
     assert build.library(isa) != first
     leftovers = {p.suffix for p in first.parent.iterdir()}
     assert leftovers == {".so", ".lock"}
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isa, log, compiler = small(monkeypatch, tmp_path, "int one() { return 1; }"), tmp_path / "log", tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with ThreadPoolExecutor(3) as pool:  # the lock is of open files, so threads meet at it as processes do
+        libraries = [one.result() for one in [pool.submit(build.library, isa) for _ in range(3)]]
+    assert len(set(libraries)) == 1 and libraries[0].exists()
+    assert sum("-shared" in line for line in log.read_text().splitlines()) == 1
 
 
 def test_packaged_libraries_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
