@@ -261,7 +261,8 @@ class GenerationRequest(Sampled):
                 ("allowed_token_ids", self.allowed_token_ids, ()),
                 ("bad_words", self.bad_words, ([],)),
                 ("prompt_logprobs", self.prompt_logprobs, ()),
-                ("logprobs", None if self.output_logprobs < 0 else self.output_logprobs, ()),
+                ("logprob_token_ids", self.logprob_token_ids, ()),
+                ("echo", self.echoes and self.top_wanted >= 0, (False,)),
             ):
                 if value is not None and value not in neutral:
                     message = f"{name}: {value} does not go with use_beam_search, which takes the likeliest"

@@ -7,7 +7,7 @@ table and the others fork it, taking the place of beams that died.
 
 from __future__ import annotations
 
-from services.scheduler.beam_search import BeamSearch
+from services.scheduler.beam_search import BeamSearch, Output
 from services.scheduler.flight import Flight
 from services.scheduler.request import Request, Sequence, State
 from services.scheduler.tables import Tables
@@ -52,10 +52,9 @@ class Beams:
         offers = [beam.offer for beam in beams if beam.offer is not None]
         if len(offers) < len(beams):
             return False
-        forks = search.advance(offers, [beam.output for beam in beams])
+        forks = search.advance(offers, [Output(beam.output, beam.logprobs) for beam in beams])
         if search.done:
             return True
-        outputs = [[*beams[fork.parent].output, fork.token] for fork in forks]
         parents = {beams[fork.parent] for fork in forks}
         spare = [one for one in request.sequences if one not in parents]
         for one in spare:
@@ -71,6 +70,7 @@ class Beams:
                 self._tables.fork(parent, child)
                 child.fence = parent.fence
                 request.beams.append(child)
-        for beam, output, fork in zip(request.beams, outputs, forks, strict=True):
-            beam.output, beam.cumulative, beam.offer = output, fork.score, None
+        for beam, fork in zip(request.beams, forks, strict=True):
+            beam.output, beam.logprobs = fork.output.tokens, fork.output.logprobs
+            beam.cumulative, beam.offer = fork.score, None
         return False

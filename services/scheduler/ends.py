@@ -104,7 +104,8 @@ class Ends:
         if not self._running.beams.advance(request, search):
             return 0
         for sequence, hypothesis in zip(request.sequences, search.hypotheses, strict=True):
-            sequence.output, sequence.cumulative = hypothesis.tokens, hypothesis.cumulative
+            sequence.output, sequence.logprobs = hypothesis.output.tokens, hypothesis.output.logprobs
+            sequence.cumulative = hypothesis.cumulative
         output = sum(len(sequence.output) for sequence in request.sequences)
         if shares is not None:
             shares.serve(request.tenant, output_tokens=output)

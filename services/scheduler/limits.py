@@ -138,8 +138,9 @@ class Limits:
         if sampling.logprobs >= 0 or sampling.prompt_logprobs >= 0:
             if len(message.generated):
                 raise _invalid("generated", "generated: a request with logprobs cannot go on from output")
-            if sampling.use_beam_search:
-                raise _invalid("logprobs", "logprobs: not with use_beam_search", code="unsupported_value")
+            if sampling.use_beam_search and (sampling.prompt_logprobs >= 0 or sampling.logprob_token_ids):
+                name = "prompt_logprobs" if sampling.prompt_logprobs >= 0 else "logprob_token_ids"
+                raise _invalid(name, f"{name}: not with use_beam_search", code="unsupported_value")
 
     def _check_rules(self, sampling: SamplingParams, rules: LogitRules) -> None:
         """Raises RequestError (400) for rules out of range, and for those that leave nothing to sample."""

@@ -15,11 +15,13 @@ from services.worker.model_executor import ModelExecutor
 from shared.models import locate
 from tests.integration.prompts import PROMPTS
 from tests.services.scheduler.simulation import EOS, Simulation
+from tests.services.scheduler.test_logprobs import Told
 from tests.services.worker import oracle
 
 VOCAB = 49_152
 BLOCKS = 120
 BEAM_TOKENS = 12  # more than the capital of France takes
+TOLD = {1: 12, 3: 2}  # logprobs that requests ask for: more than four beams need for themselves, and less
 
 
 class OnModel(Simulation):
@@ -33,6 +35,10 @@ class OnModel(Simulation):
 
     def new_executor(self) -> Executor:
         return self._model
+
+
+class ToldOnModel(OnModel, Told):
+    """Keeps the logprobs that came."""
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +85,31 @@ def test_four_beams_give_transformers_sequences(executor: ModelExecutor) -> None
         names[0]: {"length_penalty": 2.0, "early_stopping": True},
         names[1]: {"length_penalty": 0.5, "early_stopping": "never"},
     }
-    simulation = OnModel(executor)
+    simulation = ToldOnModel(executor)
     expected, prompts = {}, {}
     for rid, name in enumerate(names, 1):
         wanted = options.get(name, {})
         prompts[rid] = tokenizer.apply_chat_template(PROMPTS[name], add_generation_prompt=True)["input_ids"]
         expected[rid] = beams(model, prompts[rid], **wanted)
+        told: dict[str, Any] = {"logprobs": TOLD[rid]} if rid in TOLD else {}
         ours: dict[str, Any] = {
             key: str(value).lower() if key == "early_stopping" else value for key, value in wanted.items()
         }
-        simulation.submit(rid, prompts[rid], BEAM_TOKENS, n=4, use_beam_search=True, **ours)
+        simulation.submit(rid, prompts[rid], BEAM_TOKENS, n=4, use_beam_search=True, **told, **ours)
     simulation.drain()  # two searches at a time, of eight rows
     for rid, name in enumerate(names, 1):
         assert [simulation.outputs[rid, index] for index in range(4)] == expected[rid], name
+    for rid, count in TOLD.items():
+        for index in range(4):
+            output, found = simulation.outputs[rid, index], simulation.told[rid, index]
+            exact = torch.log_softmax(oracle.follow(model, prompts[rid], output).double(), -1)
+            own, likeliest = exact.gather(1, torch.tensor(output)[:, None]), exact.topk(count)
+            assert [one[0] for one in found] == pytest.approx(own.flatten().tolist(), abs=1e-4)
+            assert [one[1] for one in found] == ((exact > own).sum(1) + 1).tolist()
+            assert [set(one[2]) for one in found] == [set(row) for row in likeliest.indices.tolist()]
+            for one, row in zip(found, likeliest.values.tolist(), strict=True):
+                assert one[3] == pytest.approx(row, abs=1e-4)
+    assert not simulation.told[2, 0]
     lengths = {len(output) for outputs in expected.values() for output in outputs}
     assert min(lengths) < BEAM_TOKENS in lengths  # some ended by themselves
     simulation.check_nothing_is_left()

@@ -92,7 +92,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": [""]}, "bad_words.0", "at least 1 character"),
     ({"min_tokens": 17}, "min_tokens", "17 is above max_tokens (16)"),
     ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty", "does not go with use_beam_search"),
-    ({"use_beam_search": True, "logprobs": 1}, "logprobs", "does not go with use_beam_search"),
+    ({"use_beam_search": True, "logprob_token_ids": [1]}, "logprob_token_ids", "does not go with use_beam_search"),
     ({"suffix": "x"}, "suffix", "not supported"),
     ({"early_stopping": 0}, "early_stopping", "true, false or 'never', got 0"),
     (

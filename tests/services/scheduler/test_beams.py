@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.beam_search import BeamSearch
+from services.scheduler.beam_search import BeamSearch, Output
 from services.scheduler.plan_log import PlanLog
 from shared.errors import RequestError
 from tests.services.scheduler.simulation import EOS, VOCAB, Simulation, toy_candidates, toy_output
@@ -204,11 +204,11 @@ def test_one_batch_with_all_kinds_gives_each_the_ids_it_has_alone() -> None:
 
 def test_a_search_of_one_beam_is_greedy() -> None:
     search = BeamSearch(1, 3, frozenset([9]))
-    assert [fork.token for fork in search.advance([[(4, -0.5), (9, -0.6)]], [[]])] == [4]
-    assert [fork.token for fork in search.advance([[(5, -0.1), (9, -3.0)]], [[4]])] == [5]
-    search.advance([[(9, -0.2), (1, -0.3)]], [[4, 5]])
+    assert [fork.output.tokens for fork in search.advance([[(4, -0.5), (9, -0.6)]], [Output()])] == [[4]]
+    assert [fork.output.tokens for fork in search.advance([[(5, -0.1), (9, -3.0)]], [Output([4])])] == [[4, 5]]
+    search.advance([[(9, -0.2), (1, -0.3)]], [Output([4, 5])])
     assert search.done
-    assert [hypothesis.tokens for hypothesis in search.hypotheses] == [[4, 5, 9]]
+    assert [hypothesis.output.tokens for hypothesis in search.hypotheses] == [[4, 5, 9]]
     assert search.hypotheses[0].cumulative == pytest.approx(-0.8)
 
 
@@ -217,13 +217,13 @@ def test_a_search_of_one_beam_is_greedy() -> None:
 def test_penalties_beyond_what_a_float_holds_end_nothing(penalty: float, early: str) -> None:
     """2,000 ** 100 has no float and 2,000 ** -100 is none but 0; a search with such a penalty is its own affair."""
     search = BeamSearch(2, 2000, frozenset([9]), penalty, early)
-    outputs: list[list[int]] = [[]]
+    outputs = [Output()]
     for step in range(2000):
         offers = [[(1, -0.1), (2, -0.2), (9, -0.3 if step > 1500 else -9.0)] for _ in outputs]
         forks = search.advance(offers, outputs)
         if search.done:
             break
-        outputs = [[*outputs[fork.parent], fork.token] for fork in forks]
+        outputs = [fork.output for fork in forks]
     assert search.done
     assert search.hypotheses
 

@@ -155,7 +155,8 @@ def test_rows_carry_rules_and_all_tokens_that_penalties_count() -> None:
         ({"rules": LogitRules(repetition_penalty=0.0)}, "repetition_penalty"),
         ({"rules": LogitRules(typical_p=0.5), "use_beam_search": True}, "use_beam_search"),
         ({"logprobs": 65}, "logprobs"),
-        ({"logprobs": 1, "use_beam_search": True}, "logprobs"),
+        ({"prompt_logprobs": 1, "use_beam_search": True}, "prompt_logprobs"),
+        ({"logprobs": 1, "logprob_token_ids": [1], "use_beam_search": True}, "logprob_token_ids"),
     ],
 )
 def test_what_cannot_be_is_refused(sampling: dict[str, Any], param: str) -> None:
