@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from services.gateway.fields import shown
-from services.gateway.model import Model, invalid, limits_of
+from services.gateway.model import Told, invalid, limits_of
 from shared.errors import RequestError
 
 
-class TextPart(Model):
+class TextPart(Told):
     """cache_control (Anthropic's) and prompt_cache_breakpoint (OpenAI's) have no effect: every prompt is cached."""
 
     type: Literal["text"]
@@ -20,17 +20,16 @@ class TextPart(Model):
     prompt_cache_breakpoint: Any = None
 
 
-class RefusalPart(Model):
+class RefusalPart(Told):
     type: Literal["refusal"]
     refusal: str
 
 
-# For each type of part, the field that holds its text and those without effect.
-_PARTS = {"text": ("text", {"cache_control", "prompt_cache_breakpoint"}), "refusal": ("refusal", set[str]())}
+_PARTS = ("text", "refusal")  # types of parts, each also the field that holds its text
 
 
 def _content(value: Any) -> str | list[dict[str, str]] | None:
-    """Text, or a list of text parts."""
+    """Text, or a list of text parts, of which each may be a string."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -39,19 +38,21 @@ def _content(value: Any) -> str | list[dict[str, str]] | None:
 
 
 def _part(part: Any, index: int) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise invalid(f"part {index} should be an object with a type, got {shown(part)}")
-    if part["type"] not in _PARTS:
-        raise invalid(f"part {index} has type {shown(part['type'])}; only 'text' is supported")
-    name, further = _PARTS[part["type"]]
-    if not isinstance(part.get(name), str) or part.keys() - {"type", name} - further:
-        raise invalid(f"part {index} should be {{'type': '{part['type']}', '{name}': string}}, got {shown(part)}")
-    return {"type": "text", "text": part[name]}
+        raise invalid(f"part {index} should be a string or an object with a type, got {shown(part)}")
+    kind = part["type"]
+    if kind not in _PARTS:
+        raise invalid(f"part {index} has type {shown(kind)}; only 'text' is supported")
+    if not isinstance(part.get(kind), str):
+        raise invalid(f"part {index} should be {{'type': '{kind}', '{kind}': string}}, got {shown(part)}")
+    return {"type": "text", "text": part[kind]}
 
 
 Content = Annotated[
     str | list[dict[str, str]] | None,
-    PlainValidator(_content, json_schema_input_type=str | list[TextPart | RefusalPart] | None),
+    PlainValidator(_content, json_schema_input_type=str | list[str | TextPart | RefusalPart] | None),
 ]
 
 
@@ -60,7 +61,7 @@ def text_of(content: str | list[dict[str, str]] | None) -> str:
     return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
-class FunctionCall(Model):
+class FunctionCall(Told):
     """The call of an assistant's message in OpenAI's older form."""
 
     name: str
@@ -70,7 +71,7 @@ class FunctionCall(Model):
 _NOT_FOR_TEMPLATES = {"annotations", "function_call", "parsed", "provider_specific_fields", "reasoning"}
 
 
-class Message(Model):
+class Message(Told):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content = None
     name: str | None = None

@@ -25,15 +25,22 @@ class Model(BaseModel):
     @classmethod
     def _known(cls, value: Any) -> Any:
         """Stops at the first unknown field: an object may hold a hundred thousand, and an error of each costs time."""
-        if isinstance(value, dict):
+        if isinstance(value, dict) and cls.model_config.get("extra") == "forbid":
+            known = {field.alias or name for name, field in cls.model_fields.items()}
             for name in value:
-                if name not in cls.model_fields and name not in cls._aliases():
+                if name not in known:
                     raise PydanticCustomError("unknown_field", "{name}", {"name": name})
         return value
 
-    @classmethod
-    def _aliases(cls) -> set[str | None]:
-        return {field.alias for field in cls.model_fields.values()}
+
+class Told(Model):
+    """Part of a conversation or a tool. Further fields are ignored: much of it is what some server or client made.
+
+    What another server, a proxy or a client's library adds to an answer comes back with the history; a field of the
+    request itself is a wish, and one that is not known is refused.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
 
 def _off(value: Any) -> Any:

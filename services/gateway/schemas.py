@@ -16,7 +16,7 @@ from services.gateway.fields import (
     unknown_field,
 )
 from services.gateway.model import Body, Limits, Model, invalid, limits_of
-from services.gateway.structured import AnySchema, Choices, ResponseFormat, StructuredOutputs, Text, grammar_of
+from services.gateway.structured import AnyResponseFormat, AnySchema, Choices, StructuredOutputs, Text, grammar_of
 from services.gateway.token_ids import AllowedIds, LogitBias, LogprobIds, Prompts, StopIds
 from shared.errors import RequestError
 from shared.grammar import GrammarSpec
@@ -162,7 +162,7 @@ class GenerationRequest(Sampled):
     stream_interval: int | None = Field(None, ge=1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: ResponseFormat | None = None
+    response_format: AnyResponseFormat | None = None
     guided_json: AnySchema = None
     guided_regex: Text | None = None
     guided_choice: Choices | None = None

@@ -9,11 +9,13 @@ import orjson
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from services.gateway.fields import MAX_DEPTH, nests_too_deeply, shown
+from services.gateway.kinds import by_type
 from services.gateway.model import Model, invalid
 from shared.errors import RequestError
 from shared.grammar import MAX_GRAMMAR_CHARS, GrammarSpec
 
 MAX_CHOICES = 4096
+NO_TAGS = "structural tags are not built; give a grammar, or tools, whose calls are held to their schemas"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 Schema = dict[str, Any] | bool
@@ -74,6 +76,17 @@ class ResponseFormat(Model):
         return _of_schema(ANY_OBJECT, "response_format") if self.type == "json_object" else None
 
 
+AnyResponseFormat = Annotated[
+    ResponseFormat,
+    by_type(dict.fromkeys(("text", "json_object", "json_schema"), ResponseFormat), {"structural_tag": NO_TAGS}),
+]
+
+
+def _no_tag(value: Any) -> None:
+    if value is not None:
+        raise invalid(f"is not supported: {NO_TAGS}")
+
+
 class StructuredOutputs(Model):
     """vLLM's ``structured_outputs``. disable_fallback: there is one engine here, so nothing else is tried anyway."""
 
@@ -86,6 +99,7 @@ class StructuredOutputs(Model):
     disable_any_whitespace: bool | None = None
     disable_additional_properties: Annotated[Literal[False] | None, BeforeValidator(_switch)] = None
     whitespace_pattern: Text | None = None
+    structural_tag: Annotated[None, PlainValidator(_no_tag, json_schema_input_type=None)] = None
 
     def options(self) -> dict[str, Any]:
         """llguidance's, which travel in the schema."""

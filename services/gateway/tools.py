@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from services.gateway.fields import shown
 from services.gateway.kinds import by_type
-from services.gateway.model import Model, invalid
+from services.gateway.model import Model, Told, invalid
 from shared.errors import RequestError
 from shared.wire import ToolUse
 
@@ -24,14 +24,14 @@ def _schema(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-class Function(Model):
+class Function(Told):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(_schema)] | None = None
     strict: bool | None = None
 
 
-class Tool(Model):
+class Tool(Told):
     type: Literal["function"]
     function: Function
 

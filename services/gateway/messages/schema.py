@@ -12,13 +12,13 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from services.gateway.conversation import check_count
 from services.gateway.fields import STORED, TEXT_ONLY, VLLM, OnlyAt
 from services.gateway.kinds import by_type
-from services.gateway.model import Model, Off
+from services.gateway.model import Model, Off, Told
 from services.gateway.schemas import MAX_STOPS, Asked, StopString
 
 HOSTED = "this server runs no tools itself; give tools with an input_schema, and run their calls"
 
 
-class Block(Model):
+class Block(Told):
     cache_control: dict[str, Any] | None = None
     citations: Any = None
 
@@ -92,7 +92,7 @@ AnyBlock = Annotated[
 ]
 
 
-class InputMessage(Model):
+class InputMessage(Told):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         list[AnyBlock],
@@ -101,7 +101,7 @@ class InputMessage(Model):
     ]
 
 
-class CustomTool(Model):
+class CustomTool(Told):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 from services.gateway.conversation import Effort, Verbosity, check_count
 from services.gateway.fields import STORED, TEXT_ONLY, VLLM, OnlyAt, shown
 from services.gateway.kinds import by_type, pick
-from services.gateway.model import Model, Off, invalid
+from services.gateway.model import Model, Off, Told, invalid
 from services.gateway.schemas import LogprobCount, Sampled
 from services.gateway.tools import NO_CUSTOM
 from shared.errors import RequestError
@@ -22,7 +22,7 @@ HOSTED = "this server runs no tools itself; give functions, and run their calls"
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
-class ResponsePart(Model):
+class ResponsePart(Told):
     """A part of a message. What an answer's parts carry beside their text has no effect when sent back."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -37,7 +37,7 @@ class ResponsePart(Model):
         return self.text
 
 
-class RefusalPart(Model):
+class RefusalPart(Told):
     type: Literal["refusal"]
     refusal: str
 
@@ -64,7 +64,7 @@ Content = Annotated[
 ]
 
 
-class MessageItem(Model):
+class MessageItem(Told):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
@@ -73,7 +73,7 @@ class MessageItem(Model):
     phase: str | None = None
 
 
-class FunctionCallItem(Model):
+class FunctionCallItem(Told):
     """A call that an earlier answer made."""
 
     type: Literal["function_call"]
@@ -88,7 +88,7 @@ class FunctionCallItem(Model):
     async_: bool | None = Field(None, alias="async")
 
 
-class FunctionOutputItem(Model):
+class FunctionOutputItem(Told):
     """What such a call returned."""
 
     type: Literal["function_call_output"]
@@ -99,17 +99,17 @@ class FunctionOutputItem(Model):
     name: str | None = None
 
 
-class ReasoningText(Model):
+class ReasoningText(Told):
     type: Literal["reasoning_text"]
     text: str
 
 
-class SummaryText(Model):
+class SummaryText(Told):
     type: Literal["summary_text"]
     text: str
 
 
-class ReasoningItem(Model):
+class ReasoningItem(Told):
     """What an earlier answer thought; encrypted_content is nothing that this server made, and has no effect."""
 
     type: Literal["reasoning"]
@@ -147,7 +147,7 @@ def _items(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
-class FunctionTool(Model):
+class FunctionTool(Told):
     """output_schema has no effect: what a function returns is the client's affair."""
 
     type: Literal["function"]

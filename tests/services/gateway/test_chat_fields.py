@@ -170,6 +170,36 @@ def test_truncation_reaches_the_tokenizer(pipeline: Pipeline, client: httpx.Clie
         assert answer.submit.truncation == cut
 
 
+def test_what_others_add_to_a_history_is_ignored(pipeline: Pipeline, client: httpx.Client) -> None:
+    """OpenRouter, litellm, vLLM and Anthropic's marks; vLLM takes strings among a content's parts."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    part = {"type": "text", "text": "b", "annotations": None, "cache_control": {"type": "ephemeral"}, "foo": 1}
+    said = {"role": "assistant", "content": "hi", "tool_calls": [{**call, "index": 0, "caller": None}]}
+    added = {"reasoning_details": [{"type": "reasoning.text"}], "thinking_blocks": [], "images": [], "foo": None}
+    vllms = {"id": "x", "token_ids": [5], "stop_reason": None}
+    function = {"name": "look", "parameters": {"type": "object"}, "foo": None, "cache_control": {}}
+    body = {
+        "messages": [
+            {"role": "user", "content": ["a", part], "cache_control": {}},
+            {**said, **added, **vllms},
+            {"role": "tool", "content": "rain", "tool_call_id": "call_1", "is_error": False},
+        ],
+        "tools": [{"type": "function", "function": function, "cache_control": {"type": "ephemeral"}}],
+    }
+    posted = Posted(client, PATH, body)
+    answer = pipeline.tokenizer.submitted()
+    answer.reject(429, "", "", "enough")
+    posted.response()
+    assert answer.submit.messages == [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        said,
+        {"role": "tool", "content": "rain", "tool_call_id": "call_1"},
+    ]
+    assert answer.submit.tools is not None
+    told = {"name": "look", "parameters": {"type": "object"}}
+    assert answer.submit.tools.tools == [{"type": "function", "function": told}]
+
+
 def test_responses_take_further_fields_of_vllms(pipeline: Pipeline, client: httpx.Client) -> None:
     body = {
         "input": "Hi",

@@ -263,6 +263,23 @@ def test_thoughts_and_calls_are_blocks(pipeline: Pipeline, client: httpx.Client)
     assert message.stop_reason == "tool_use"
 
 
+def test_an_answer_is_sent_back_as_anthropics_client_has_it(pipeline: Pipeline, client: httpx.Client) -> None:
+    """Also the whole of it, with id, usage and what only some servers know."""
+    posted = Posted(client, PATH, {**HI, "tools": [LOOK]})
+    think_talk_and_call(pipeline)
+    came = Message.model_validate(posted.response().json()).model_dump()
+    said = {**came, "content": [{**block, "colour": 1} for block in came["content"]]}
+    ids = [block["id"] for block in said["content"] if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": ident, "content": "rain", "foo": None} for ident in ids]
+    messages = [*HI["messages"], said, {"role": "user", "content": results, "id": "x"}]
+    posted = Posted(client, PATH, {**HI, "messages": messages, "tools": [{**LOOK, "colour": 1}]})
+    sent = think_talk_and_call(pipeline).messages
+    assert posted.response().status_code == 200 and sent is not None
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
+    assert sent[1]["content"] == "Let me see." and sent[1]["reasoning_content"] == "Hmm."
+    assert [call["id"] for call in sent[1]["tool_calls"]] == ids
+
+
 def test_their_events_make_the_same_message(pipeline: Pipeline, gateway: Gateway) -> None:
     answering = threading.Thread(target=think_talk_and_call, args=(pipeline,))
     answering.start()

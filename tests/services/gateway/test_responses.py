@@ -157,7 +157,7 @@ def test_logprobs(pipeline: Pipeline, client: httpx.Client) -> None:
         ({"input": 5}, "input", "list, got 5"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "got 'robot'"),
         ({"input": [{"role": "user"}]}, "input.0.content", "required"),
-        ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input.0.colour", "not known"),
+        ({"input": [{"role": "user", "content": "x", "id": 5, "colour": 1}]}, "input.0.id", "string, got 5"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input.0.content.0",
@@ -235,6 +235,32 @@ def test_reasoning_and_calls_are_items(pipeline: Pipeline, client: httpx.Client)
     assert look.call_id != talk.call_id
     assert response.tools[0].model_dump(exclude_none=True) == LOOK
     assert response.tool_choice == ToolChoiceFunction(type="function", name="look")
+
+
+def test_an_answer_is_sent_back_as_openais_client_has_it(pipeline: Pipeline, client: httpx.Client) -> None:
+    """Also with what only some clients and servers know."""
+    posted = Posted(client, PATH, {"input": "Hi", "tools": [LOOK, TALK]})
+    think_talk_and_call(pipeline)
+    response = Response.model_validate(posted.response().json())
+    items = [{**item.model_dump(), "colour": {"of": "others"}} for item in response.output]
+    assert "async_" in items[-1]
+    ids = [item["call_id"] for item in items if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": ident, "output": "rain", "foo": None} for ident in ids]
+    tools = [{**tool.model_dump(), "colour": 1} for tool in response.tools]
+    posted = Posted(client, PATH, {"input": [{"role": "user", "content": "Hi"}, *items, *results], "tools": tools})
+    submit = think_talk_and_call(pipeline)
+    assert posted.response().status_code == 200
+    arguments = [("look", '{"at": 1}'), ("talk", "{}")]
+    calls = [
+        {"id": ident, "type": "function", "function": {"name": name, "arguments": text}}
+        for ident, (name, text) in zip(ids, arguments, strict=True)
+    ]
+    assert submit.messages == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hmm.", "tool_calls": calls},
+        *({"role": "tool", "content": "rain", "tool_call_id": ident} for ident in ids),
+    ]
+    assert submit.tools is not None and [tool["function"]["name"] for tool in submit.tools.tools] == ["look", "talk"]
 
 
 def test_their_events(pipeline: Pipeline, client: httpx.Client) -> None:
