@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
+import orjson
+
 from shared.channels import CONTENT, call_of, opens_call
 from shared.codec import Int32
 from shared.errors import RequestError
@@ -74,7 +76,8 @@ class Delta:
     """What one sequence produced since the last take. finished is set with its last piece, first with its first.
 
     parts: in the order in which the model wrote them, neighbours of one kind joined. calls: tool calls begun in the
-    whole sequence so far. logprobs: of the tokens that this piece covers, where the client wants them.
+    whole sequence so far. logprobs: of the tokens that this piece covers, where the client wants them. cut_call: the
+    sequence is over within a call, whose arguments are no JSON text.
     """
 
     parts: list[Part]
@@ -83,6 +86,7 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     first: bool = False
     calls: int = 0
+    cut_call: bool = False
 
     @property
     def text(self) -> str:
@@ -104,10 +108,11 @@ class Delta:
 
     @property
     def called(self) -> bool:
-        """Whether the sequence is over and asks for tools: no string stopped it, and there are calls."""
+        """Whether the sequence is over and asks for tools: there are calls, and no string stopped it, nor a token
+        within one."""
         if self.finished is None or self.finished.reason != "stop" or not self.calls:
             return False
-        return not self.finished.stop_reason or self.finished.stop_reason.isdecimal()
+        return not self.finished.stop_reason or (self.finished.stop_reason.isdecimal() and not self.cut_call)
 
 
 class Output:
@@ -119,6 +124,7 @@ class Output:
         self.finished: Finished | None = None
         self.gap = False
         self.calls = 0
+        self._arguments = ""  # of the last call
         self._channels: list[int] = []
         self._texts: list[str] = []
         self._ids: list[int] = []
@@ -171,7 +177,8 @@ class Output:
             return None
         finished = self.finished if ending else None
         parts = self._parts()
-        delta = Delta(parts, self._ids, finished, self._logprobs, not self._taken, self.calls)
+        cut_call = ending and self.calls > 0 and not _is_json(self._arguments)
+        delta = Delta(parts, self._ids, finished, self._logprobs, not self._taken, self.calls, cut_call)
         self._channels, self._texts, self._ids, self._logprobs = [], [], [], []
         self._taken, self._end_taken = True, self._end_taken or ending
         self._taken_tokens = self.tokens
@@ -188,9 +195,19 @@ class Output:
             elif opens_call(channel):
                 parts.append(CallStart(call, f"call_{secrets.token_hex(12)}", text))
                 self.calls += 1
+                self._arguments = ""
             else:
+                self._arguments += text
                 parts.append(CallArguments(call, text))
         return parts
+
+
+def _is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 class Channel(Protocol):

@@ -29,6 +29,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 256
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+LIKELIEST = 1e-9  # of top_p: no share is so small that it has not the likeliest token, which is what 0 asks for
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 
 
@@ -114,7 +115,7 @@ class Sampled(Asked):
     """How tokens are chosen, as every API may say it; also vLLM's fields where an API has none of its own."""
 
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -281,7 +282,7 @@ class GenerationRequest(Sampled):
         defaults = SamplingDefaults(temperature=0.0) if self.use_beam_search else limits.defaults
         return SamplingParams(
             temperature=_first(self.temperature, defaults.temperature, 1.0),
-            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            top_p=max(_first(self.top_p, defaults.top_p, 1.0), LIKELIEST),
             top_k=min(max(_first(self.top_k, defaults.top_k, 0), 0), limits.vocab_size),
             min_p=_first(self.min_p, defaults.min_p, 0.0),
             seed=seed,

@@ -20,8 +20,15 @@ HEADERS = [
 ]
 
 
+# JSON may hold these as they are, and SSE knows no such ends of lines; but readers that split text by lines do.
+LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
+
+
 def event(data: Any) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    text = orjson.dumps(data)
+    for end, escaped in LINE_ENDS:
+        text = text.replace(end, escaped)
+    return b"data: " + text + b"\n\n"
 
 
 def named_event(name: str, data: Any) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
+from pydantic_core import from_json
 
 from services.gateway.calls import Call, CallArguments, CallStart, Content, Delta, Part, Request
 from services.gateway.errors import anthropic_error_body
@@ -23,6 +23,7 @@ class MessageAnswer(Answer):
         self._arguments: dict[int, str] = {}  # the JSON texts of tool inputs, by block
         self._open = self._started = False
         self._finished: Finished | None = None
+        self._called = False
         self._events: list[bytes] = []
 
     def whole(self) -> dict[str, Any]:
@@ -43,7 +44,7 @@ class MessageAnswer(Answer):
         for part in delta.parts:
             self._grow(part)
         if delta.finished is not None:
-            self._finished = delta.finished
+            self._finished, self._called = delta.finished, delta.called
         return self._taken()
 
     def failure(self, error: RequestError) -> list[bytes]:
@@ -120,7 +121,7 @@ class MessageAnswer(Answer):
             return {"stop_reason": reason, "stop_sequence": None}
         if sequence and sequence in (self._asked.stop_sequences or []):
             return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
-        return {"stop_reason": "tool_use" if self._arguments else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self._called else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         done = self._call.requests[0].done
@@ -157,9 +158,10 @@ def _usage(prompt: int, cached: int, output: int) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """An input is an object, whatever the model wrote: what is none comes under the name of ``arguments``."""
+    """An input is an object, whatever the model wrote: of one that was cut, what is whole, as Anthropic's client reads
+    a stream that ends early; what is no object comes under the name of ``arguments``."""
     try:
-        value = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
+        value = from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
         value = arguments
     return value if isinstance(value, dict) else {"arguments": arguments}

@@ -218,7 +218,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1)
     stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOPS)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)

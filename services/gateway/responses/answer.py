@@ -24,7 +24,7 @@ class ResponseAnswer(Answer):
         self._items: list[dict[str, Any]] = []
         self._events: list[bytes] = []
         self._number = 0
-        self._finish = ""
+        self._finish, self._cut_call = "", False
         self._head = _head(self.id, asked, call, model)
 
     def whole(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class ResponseAnswer(Answer):
             if isinstance(part, Content):
                 told = []
         if delta.finished is not None:
-            self._finish = delta.finished.reason
+            self._finish, self._cut_call = delta.finished.reason, delta.cut_call
         return self._taken()
 
     def failure(self, error: RequestError) -> list[bytes]:
@@ -130,7 +130,7 @@ class ResponseAnswer(Answer):
         """An answer has at least one item, if an empty one."""
         if not self._items:
             self._current("message")
-        self._close("incomplete" if self._finish == "length" else "completed")
+        self._close("incomplete" if self._finish == "length" or self._cut_call else "completed")
 
     def _at(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": len(self._items) - 1}

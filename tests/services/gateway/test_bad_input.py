@@ -22,7 +22,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
     ({"temperature": "hot"}, "temperature", "number, got 'hot'"),
     ({"temperature": True}, "temperature", "number, got True"),
-    ({"top_p": 0}, "top_p", "greater than 0, got 0"),
+    ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
     ({"top_p": 1.1}, "top_p", "less than or equal to 1"),
     ({"top_k": -2}, "top_k", "-1"),
     ({"top_k": 1.5}, "top_k", "integer"),

@@ -303,16 +303,28 @@ def test_their_events_make_the_same_message(pipeline: Pipeline, gateway: Gateway
     assert message.stop_reason == "tool_use"
 
 
-def test_arguments_that_are_no_json_still_make_an_input(pipeline: Pipeline, client: httpx.Client) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ('{"at": ', {}),
+        ('{"at": 1, "by": "tra', {"at": 1}),
+        ("", {}),
+        ("no JSON", {"arguments": "no JSON"}),
+        ("[1]", {"arguments": "[1]"}),
+    ],
+)
+def test_arguments_that_are_cut_or_no_object_still_make_an_input(
+    pipeline: Pipeline, client: httpx.Client, arguments: str, wanted: dict[str, Any]
+) -> None:
     posted = Posted(client, PATH, {**HI, "tools": [LOOK], "max_tokens": 2})
     answer = pipeline.tokenizer.submitted()
     answer.accept()
     answer.text("look", channel=name_of(0))
-    answer.text('{"at": ', channel=arguments_of(0))
+    answer.text(arguments, channel=arguments_of(0))
     answer.finish("length")
     message = Message.model_validate(posted.response().json())
     [block] = message.content
-    assert block.type == "tool_use" and block.input == {"arguments": '{"at": '}
+    assert block.type == "tool_use" and block.input == wanted
     assert message.stop_reason == "max_tokens"
 
 

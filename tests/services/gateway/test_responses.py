@@ -218,6 +218,20 @@ def think_talk_and_call(pipeline: Pipeline, reason: str = "stop") -> SubmitText:
     return answer.submit
 
 
+@pytest.mark.parametrize(("arguments", "status"), [('{"at": "x"}', "completed"), ('{"at": "', "incomplete")])
+def test_a_call_that_a_stop_string_cuts_is_incomplete(
+    pipeline: Pipeline, client: httpx.Client, arguments: str, status: str
+) -> None:
+    posted = Posted(client, PATH, {"input": "Hi", "tools": [LOOK], "stop": ["Paris"]})
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    answer.text("look", channel=name_of(0))
+    answer.text(arguments, channel=arguments_of(0))
+    answer.finish("stop", stop_reason="Paris")
+    [item] = Response.model_validate(posted.response().json()).output
+    assert item.type == "function_call" and (item.arguments, item.status) == (arguments, status)
+
+
 def test_reasoning_and_calls_are_items(pipeline: Pipeline, client: httpx.Client) -> None:
     body = {"input": "Hi", "tools": [LOOK, TALK], "tool_choice": {"type": "function", "name": "look"}}
     posted = Posted(client, PATH, body)

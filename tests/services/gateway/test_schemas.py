@@ -53,6 +53,11 @@ def test_a_request_overrides_each_default_also_with_a_neutral_value() -> None:
     assert found == completion(**given) and found.rules is None and found.temperature == 0
 
 
+def test_a_top_p_of_0_leaves_the_likeliest_token() -> None:
+    """OpenAI allows it. The likeliest of 2**20 tokens has a larger share than this."""
+    assert 0 < completion(LIMITS, top_p=0).top_p < 2**-20
+
+
 def test_null_is_left_out() -> None:
     limits = replace(LIMITS, defaults=DEFAULTS)
     assert completion(limits, **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"))) == completion(limits)

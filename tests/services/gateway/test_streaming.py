@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from services.gateway.stream import event
 from tests.services.gateway.background import CHAT, KEEP_ALIVE, Streamed
 from tests.services.gateway.pipeline import Gateway, Pipeline
 
@@ -28,6 +30,12 @@ def talkative(pipeline: Pipeline) -> Gateway:
 def talking(talkative: Gateway) -> Iterator[httpx.Client]:
     with talkative.client() as client:
         yield client
+
+
+def test_no_reader_takes_a_character_of_a_text_for_the_end_of_a_line() -> None:
+    text = "a\x85b\u2028c\u2029d\x0be\x1cf\ng"
+    first, *rest = event({"text": text}).decode().splitlines()  # splits at every end of a line that Unicode knows
+    assert rest == [""] and json.loads(first.removeprefix("data: ")) == {"text": text}
 
 
 def usages(events: list[Any]) -> list[tuple[int, int, int] | None]:

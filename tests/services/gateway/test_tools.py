@@ -124,6 +124,27 @@ def test_a_stream_that_openais_own_client_puts_together(pipeline: Pipeline, clie
     assert reasons.count(None) == len(reasons) - 1 and reasons[-1] == "tool_calls"
 
 
+@pytest.mark.parametrize(("arguments", "reason"), [('{"a": "x"}', "tool_calls"), ('{"a": "', "stop")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_within_a_call_asks_for_no_tools(
+    pipeline: Pipeline, client: httpx.Client, arguments: str, reason: str, stream: bool
+) -> None:
+    body = {**BODY, "stop_token_ids": [5]}
+    opened = (Streamed if stream else Posted)(client, "/v1/chat/completions", body)
+    answer = pipeline.tokenizer.submitted()
+    answer.accept()
+    answer.text("f", channel=name_of(0))
+    answer.text(arguments[:4], channel=arguments_of(0))
+    answer.text(arguments[4:], channel=arguments_of(0))
+    answer.finish("stop", stop_reason="5")
+    if isinstance(opened, Streamed):
+        opened.opened()
+        choice = opened.rest()[-2]["choices"][0]
+    else:
+        choice = opened.response().json()["choices"][0]
+    assert choice["finish_reason"] == reason
+
+
 def test_an_answer_that_only_calls_has_null_content(pipeline: Pipeline, client: httpx.Client) -> None:
     posted = Posted(client, "/v1/chat/completions", BODY)
     answer = pipeline.tokenizer.submitted()
@@ -136,14 +157,14 @@ def test_an_answer_that_only_calls_has_null_content(pipeline: Pipeline, client: 
 
 
 def test_finish_reasons(pipeline: Pipeline, client: httpx.Client) -> None:
-    """A call that max_tokens or a stop string cut off cannot be made; a named function ends with ``stop``, as OpenAI
+    """A call that max_tokens or a stop cut off cannot be made; a named function ends with ``stop``, as OpenAI
     says it.
     """
     named = {"type": "function", "function": {"name": "f"}}
     for fields, reason, stopped_by, told in (
         ({}, "length", "", "length"),
         ({}, "stop", "", "tool_calls"),
-        ({"stop_token_ids": [7]}, "stop", "7", "tool_calls"),
+        ({"stop_token_ids": [7]}, "stop", "7", "stop"),
         ({"stop": '"b'}, "stop", '"b', "stop"),
         ({"tool_choice": "required"}, "stop", "", "tool_calls"),
         ({"tool_choice": named}, "stop", "", "stop"),
