@@ -9,6 +9,7 @@ are those of a real launch. Compiling needs neither driver nor device; results s
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -267,7 +268,9 @@ def check(targets: Iterable[Target] = TARGETS) -> tuple[list[Report], list[str]]
     return reports, problems
 
 
-def main() -> int:
+def main(args: list[str] | None = None) -> int:
+    about = "Compile every Triton kernel for devices this machine does not have, and check what came out."
+    argparse.ArgumentParser(prog="python -m kernels.aot", description=about).parse_args(args)
     reports, problems = check()
     print(f"{'case':22} {'kernel':20} {'target':7} {'regs':>5} {'spill':>6} {'shared':>7} {'ld128':>6} multiply")
     for r in reports:

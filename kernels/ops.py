@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -115,7 +116,7 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
     """The operations on ``device`` by one of BACKENDS.
 
     auto: triton on CUDA; on a CPU the native kernels, or the reference (with a warning) where they cannot be had.
-    Raises UnavailableError when a backend named outright cannot run.
+    Raises UnavailableError when a backend named outright cannot run, and ConfigError when KERNELS_CPU_ISA is nonsense.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
@@ -129,7 +130,7 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
         return Kernels("triton", triton, check_kv=triton.check_kv)
     if device.type != "cpu":
         raise UnavailableError(f"the CPU kernels do not run on {device}")
-    from kernels.cpu import load
+    from kernels.cpu import check_kv, load
 
     try:
         native = load()
@@ -138,6 +139,7 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
             native,
             native.linear,
             native.decoder,
+            check_kv=check_kv if backend == "cpu" else partial(_warn, check_kv),
             edited_sample=native.sample,
             quantized_linear=native.quantized_linear,
             pin_threads=native.pin_threads,
@@ -147,6 +149,13 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
             raise
         log.warning("no native CPU kernels, the slower torch ones run instead: %s", error)
         return Kernels("reference", reference)
+
+
+def _warn(check_kv: Callable[[int, int], None], block_size: int, head_dim: int) -> None:
+    try:
+        check_kv(block_size, head_dim)
+    except UnavailableError as error:
+        log.warning("the slower torch attention runs: %s", error)
 
 
 class Kernels:

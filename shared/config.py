@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NoReturn, TypeVar
 
 from shared.errors import ConfigError
@@ -56,11 +58,14 @@ def option(
 
 
 def parse_size(text: str) -> int:
-    """Bytes in ``text``: digits with an optional decimal (k, M, G) or binary (KiB, MiB, GiB) suffix."""
+    """Bytes in ``text``: digits with an optional decimal (k, M, G) or binary (KiB, MiB, GiB) suffix.
+
+    Raises argparse.ArgumentTypeError, whose words argparse shows as they are.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{text!r} is not a size in bytes such as 1500000000 or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4GiB")
+    return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -195,7 +200,7 @@ def _from_env(name: str, kind: tuple[Any, bool], env: Mapping[str, str]) -> Any:
         if convert is bool:
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
         return [convert(item) for item in text.split(",") if item] if many else convert(text)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, argparse.ArgumentTypeError) as error:
         raise ConfigError(f"environment variable {_variable(name)}: invalid value {text!r}") from error
 
 
@@ -203,6 +208,8 @@ def _check(f: dataclasses.Field[Any], value: Any) -> None:
     if value is None:
         return
     low, high, choices = f.metadata["minimum"], f.metadata["maximum"], f.metadata["choices"]
+    if isinstance(value, float) and not math.isfinite(value):  # nan is neither below a minimum nor above a maximum
+        raise ConfigError(f"{_flag(f.name)} is {value}, not a finite number")
     if low is not None and value < low:
         raise ConfigError(f"{_flag(f.name)} is {value}, below its minimum of {low}")
     if high is not None and value > high:

@@ -23,7 +23,9 @@ def max_model_len() -> Any:
 
 
 def block_size() -> Any:
-    return option(16, "token slots of a KV block", minimum=1, maximum=256)
+    return option(
+        16, "token slots of a KV block; a power of two for the CPU kernels' attention", minimum=1, maximum=256
+    )
 
 
 def connect() -> Any:

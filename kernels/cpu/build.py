@@ -2,8 +2,8 @@
 
 At install or image build, ``python -m kernels.cpu`` puts libraries for all instruction sets beside this module,
 where any processor then finds its own. From a checkout, the one needed is compiled on first use into the user's
-cache. Either way its name carries a hash of sources, flags and compiler, so that a changed source never meets an old
-library.
+cache. Either way its name carries a hash of sources and flags, and in the cache one of the compiler, so that a changed
+source never meets an old library; and its own hash lies beside it, so that a damaged one is never loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import time
@@ -71,10 +72,14 @@ def supported(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Isa]:
 def choose(environ: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/cpuinfo")) -> Isa:
     """The instruction set to use: the best one, or what KERNELS_CPU_ISA names.
 
-    Raises UnavailableError when there is none, when KERNELS_CPU_ISA is none, or names one that this processor lacks.
+    Raises UnavailableError when there is none, when KERNELS_CPU_ISA is none, or names one that this processor lacks;
+    ConfigError when it names one that does not exist.
     """
     found = supported(cpuinfo)
     wanted = environ.get("KERNELS_CPU_ISA", "")
+    known = [*(isa.name for isa in ISAS), "none"]
+    if wanted and wanted not in known:
+        raise ConfigError(f"KERNELS_CPU_ISA is {wanted!r}, not one of {', '.join(known)}")
     if wanted == "none":
         raise UnavailableError("KERNELS_CPU_ISA is none")
     if not found:
@@ -90,17 +95,26 @@ def choose(environ: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/
 
 def library(isa: Isa) -> Path:
     """The library for ``isa``, compiled now unless it is there. Raises UnavailableError when that is not possible."""
-    packaged = PACKAGED / f"{isa.name}-{_digest(isa, '')}.so"
-    if packaged.exists():
+    packaged = PACKAGED / f"{_name(isa)}.so"
+    if _whole(packaged):
         return packaged
-    compiler = _compiler()
     try:
-        target = cache_root() / "kernels" / f"{isa.name}-{_digest(isa, _version(compiler))}.so"
-        if target.exists():
+        folder = cache_root() / "kernels"
+        try:
+            compiler = _compiler()
+        except UnavailableError:
+            # What another compiler made of the same sources is as good.
+            made = next((path for path in sorted(folder.glob(f"{_name(isa)}-*.so")) if _whole(path)), None)
+            if made is None:
+                raise
+            return made
+        target = folder / f"{_name(isa)}-{_version(compiler)}.so"
+        if _whole(target):
             return target
         with locked(target):
-            if not target.exists():
-                log.warning("compiling CPU kernels for %s (once, about a minute)", isa.name)
+            if not _whole(target):
+                why = f": {target} is damaged" if target.exists() else ""
+                log.warning("compiling CPU kernels for %s (once, about a minute)%s", isa.name, why)
                 begin = time.monotonic()
                 _compile(compiler, isa, target)
                 log.info("compiled %s in %.0f s", target, time.monotonic() - begin)
@@ -111,44 +125,67 @@ def library(isa: Isa) -> Path:
 
 def package(isa: Isa) -> Path:
     """The library for ``isa`` beside this module, compiled now unless it is there. Raises UnavailableError."""
-    target = PACKAGED / f"{isa.name}-{_digest(isa, '')}.so"
-    if not target.exists():
+    target = PACKAGED / f"{_name(isa)}.so"
+    if not _whole(target):
         PACKAGED.mkdir(exist_ok=True)
         _compile(_compiler(), isa, target)
     return target
 
 
-def _compiler() -> str:
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        raise UnavailableError("there is no g++ on the PATH (CXX names another compiler)")
-    return compiler
+def _compiler() -> list[str]:
+    """The command, its program as a path: g++, or what CXX says, which may have arguments (``ccache g++``)."""
+    try:
+        program, *arguments = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    except ValueError as error:
+        raise UnavailableError(f"CXX is {os.environ['CXX']!r}: {error}") from error
+    found = shutil.which(program)
+    if found is None:
+        raise UnavailableError(f"there is no {program} on the PATH (CXX names another compiler)")
+    return [found, *arguments]
 
 
-def _version(compiler: str) -> str:
-    return _run([compiler, "--version"])
-
-
-def _digest(isa: Isa, compiler: str) -> str:
-    """Of everything that decides what a library contains. compiler: "" for packaged ones, found without a compiler."""
-    digest = hashlib.sha256(repr((FLAGS, isa.flags, compiler)).encode())
+def _name(isa: Isa) -> str:
+    """Of a library without the compiler's part: a packaged one, and in the cache any compiler's, needs none to be
+    found."""
+    digest = hashlib.sha256(repr((FLAGS, isa.flags)).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
-    return digest.hexdigest()[:16]
+    return f"{isa.name}-{digest.hexdigest()[:16]}"
 
 
-def _compile(compiler: str, isa: Isa, target: Path) -> None:
+def _version(compiler: list[str]) -> str:
+    """A hash of what the compiler says it is, and of its arguments."""
+    text = repr((_run([*compiler, "--version"]), compiler[1:]))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _whole(target: Path) -> bool:
+    """Whether this is the library that was compiled. Loading any other file may end the process (SIGBUS) or worse."""
+    try:
+        return hashlib.sha256(target.read_bytes()).hexdigest() == _checksum(target).read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _checksum(target: Path) -> Path:
+    return target.with_suffix(".sha256")
+
+
+def _compile(compiler: list[str], isa: Isa, target: Path) -> None:
     with TemporaryDirectory() as folder:
         sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             commands = [
-                [compiler, *FLAGS, *isa.flags, "-c", str(source), "-o", str(compiled)]
+                [*compiler, *FLAGS, *isa.flags, "-c", str(source), "-o", str(compiled)]
                 for source, compiled in zip(sources, objects, strict=True)
             ]
             list(pool.map(_run, commands))
         with new_file(target) as part:
-            _run([compiler, *FLAGS, *isa.flags, "-shared", *map(str, objects), "-o", str(part)])
+            _run([*compiler, *FLAGS, *isa.flags, "-shared", *map(str, objects), "-o", str(part)])
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)  # a file cannot take its place
+            _checksum(target).write_text(hashlib.sha256(part.read_bytes()).hexdigest())
 
 
 def _run(command: list[str]) -> str:

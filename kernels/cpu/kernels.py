@@ -18,13 +18,25 @@ from kernels.cpu.pages import Pages
 from kernels.cpu.step import Step, fuse
 from kernels.decoder import DecoderParts
 from kernels.edits import LogitEdits, RowIds
+from kernels.errors import UnavailableError
 from kernels.kv import head_dim
 from kernels.quantized import QuantizedWeight
 
 
 def load() -> CpuKernels:
-    """The kernels for this processor, compiled first if need be. Raises UnavailableError where that cannot be."""
-    return CpuKernels(Library(build.library(build.choose())))
+    """The kernels for this processor, compiled first if need be. Raises UnavailableError where that cannot be, and
+    ConfigError when KERNELS_CPU_ISA is nonsense."""
+    path = build.library(build.choose())
+    try:
+        return CpuKernels(Library(path))
+    except OSError as error:  # a library that it needs in turn is missing, or the folder forbids execution
+        raise UnavailableError(f"cannot load compiled kernels: {error}") from error
+
+
+def check_kv(block_size: int, head_dim: int) -> None:
+    """Raises UnavailableError for KV memory that goes to the reference because of an option."""
+    if block_size & (block_size - 1):
+        raise UnavailableError(f"--block-size {block_size}: native attention takes powers of two only")
 
 
 class CpuKernels:

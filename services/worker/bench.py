@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    numbers = [int(part) for part in text.split(",") if part.strip().isdecimal()]
     if not numbers or min(numbers) < 1 or len(numbers) != len(text.split(",")):
         raise ConfigError(f"{name} {text}: not positive whole numbers with commas between them")
     return numbers

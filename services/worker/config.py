@@ -16,7 +16,11 @@ class WorkerConfig:
     worker: str = option("model", "'null' is a toy model on simulated memory, for tests", choices=("model", "null"))
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "of weights, and KV", choices=("auto", "float32", "bfloat16", "float16"))
-    attention_backend: str = option("auto", "the kernels", choices=("auto", "reference", "cpu", "triton"))
+    attention_backend: str = option(
+        "auto",
+        "the kernels; cpu and triton refuse block sizes they are not made for, auto on a CPU takes torch's attention",
+        choices=("auto", "reference", "cpu", "triton"),
+    )
     kv_cache_dtype: str = option(
         "auto", "of KV: int8 takes about half of bfloat16's memory on CPUs, less exact", choices=("auto", "int8")
     )
@@ -50,7 +54,9 @@ class WorkerConfig:
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )
     threads: int = option(
-        0, "compute threads; 0: a core each, as far as affinity and the cgroup's quota go", minimum=0, maximum=1024
+        0,
+        "compute threads, at most two a CPU; 0: a core each, as far as affinity and the cgroup's quota go",
+        minimum=0,
     )
     download_dir: str = option("", "where models are kept; default: the user's cache")
     null_step_ms: float = option(0.0, "time a step of the null worker takes", minimum=0)

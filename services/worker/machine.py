@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +94,19 @@ def cores(topology: Path = Path("/sys/devices/system/cpu")) -> list[list[int]]:
 
 
 def compute_threads(wanted: int, cgroup: Cgroup) -> int:
-    """Threads for computing: as asked, else a core each, as far as the affinity mask and the cgroup's quota go."""
-    if wanted:
-        return wanted
-    cpus = cgroup.cpus()
-    return max(1, min(len(cores()), int(cpus) if cpus else 1 << 20))
+    """Threads for computing: as asked, else a core each, as far as the affinity mask and the cgroup's quota go.
+
+    Raises ConfigError for more than two a CPU, whose barriers take the machine's whole time.
+    """
+    quota = cgroup.cpus()
+    if not wanted:
+        return max(1, min(len(cores()), int(quota) if quota else 1 << 20))
+    cpus = min(len(os.sched_getaffinity(0)), math.ceil(quota) if quota else 1 << 20)
+    if wanted > 2 * cpus:
+        raise ConfigError(
+            f"--threads is {wanted}, above its maximum of {2 * cpus}: two for each CPU this process may use"
+        )
+    return wanted
 
 
 def places(threads: int) -> list[list[int]] | None:

@@ -14,6 +14,7 @@ class Engine:
     max_num_seqs: int = option(256, "at once", minimum=1, maximum=65536)
     kv_cache_memory_bytes: int | None = option(None, "memory", size=True)
     share: float = option(0.5, "of memory", minimum=0.01, maximum=0.95)
+    seconds: float | None = option(None, "to wait", minimum=0)
     eager: bool = option(False, "no graphs")
     api_key: list[str] = option([], "keys", secret=True)
     device: str = option("auto", "where", choices=("auto", "cpu"))
@@ -32,7 +33,7 @@ def read(*argv: str, env: dict[str, str] | None = None) -> Engine:
 def test_defaults_and_flags() -> None:
     assert read() == Engine()
     given = read("org/m", "--max-num-seqs", "8", "--kv-cache-memory-bytes=2GiB", "--eager", "--api-key", "a", "b")
-    assert given == Engine("org/m", 8, 2 * 1024**3, 0.5, True, ["a", "b"])
+    assert given == Engine("org/m", 8, 2 * 1024**3, eager=True, api_key=["a", "b"])
 
 
 def test_environment_yields_to_the_command_line() -> None:
@@ -48,6 +49,12 @@ def test_environment_yields_to_the_command_line() -> None:
         (["--share", "1"], {}, r"--share is 1.0, above its maximum of 0.95"),
         (["--max-num-seqs", "many"], {}, r"--max-num-seqs.*'many'"),
         (["--kv-cache-memory-bytes", "4 apples"], {}, r"--kv-cache-memory-bytes.*'4 apples'"),
+        (["--kv-cache-memory-bytes", "4GB of it"], {}, r"'4GB of it' is not a size such as 4GiB$"),
+        ([], {"QUIRE_KV_CACHE_MEMORY_BYTES": "4 apples"}, r"QUIRE_KV_CACHE_MEMORY_BYTES: invalid value '4 apples'"),
+        (["--share", "nan"], {}, r"--share is nan, not a finite number"),
+        (["--seconds", "NaN"], {}, r"--seconds is nan, not a finite number"),
+        (["--seconds", "1e999"], {}, r"--seconds is inf, not a finite number"),
+        ([], {"QUIRE_SECONDS": "-inf"}, r"--seconds is -inf, not a finite number"),
         (["--device", "tpu"], {}, r"--device.*'tpu'"),
         (["--colour", "red"], {}, r"--colour"),
         ([], {"QUIRE_MAX_NUM_SEQS": "x"}, r"QUIRE_MAX_NUM_SEQS: invalid value 'x'"),
@@ -61,7 +68,7 @@ def test_errors_name_option_value_and_limit(argv: list[str], env: dict[str, str]
 
 
 def test_a_child_gets_an_equal_config() -> None:
-    config = Engine("m", 8, 123, 0.25, True, ["k1", "k2"], "cpu")
+    config = Engine("m", 8, 123, 0.25, 1.5, True, ["k1", "k2"], "cpu")
     argv, env = to_argv(config), secret_env(config)
     assert not any("k1" in word for word in argv)
     assert parse(Engine, argv, env, prog="", about="") == config
@@ -89,3 +96,7 @@ def test_hidden_fields_are_no_options() -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+def test_a_size_has_any_number_of_digits() -> None:
+    assert parse_size("9" * 400) == 10**400 - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 import shutil
@@ -17,6 +18,7 @@ from kernels.cpu import build
 from kernels.cpu.__main__ import main
 from kernels.errors import UnavailableError
 from kernels.ops import select
+from shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 AVX2 = "fpu sse4_2 abm avx avx2 bmi1 bmi2 f16c fma movbe"
@@ -77,6 +79,12 @@ def test_the_best_is_chosen_and_another_can_be_asked_for(tmp_path: Path) -> None
         build.choose({"KERNELS_CPU_ISA": "none"}, info)
 
 
+@pytest.mark.parametrize("flags", ["fpu", AVX512])
+def test_a_name_that_no_instruction_set_has_is_refused(tmp_path: Path, flags: str) -> None:
+    with pytest.raises(ConfigError, match="KERNELS_CPU_ISA is 'avx', not one of avx512bf16, avx512, avx2, none"):
+        build.choose({"KERNELS_CPU_ISA": "avx"}, cpuinfo(tmp_path, flags))
+
+
 def small(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> build.Isa:
     """Sources of one small file, and a cache of their own."""
     sources = folder / "src"
@@ -101,7 +109,7 @@ def test_compiled_once_and_again_when_a_source_changes(
     small(monkeypatch, tmp_path, "int one() { return 2; }")
     assert build.library(isa) != first
     leftovers = {p.suffix for p in first.parent.iterdir()}
-    assert leftovers == {".so", ".lock"}
+    assert leftovers == {".so", ".sha256", ".lock"}
 
 
 def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +121,56 @@ def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch:
         libraries = [one.result() for one in [pool.submit(build.library, isa) for _ in range(3)]]
     assert len(set(libraries)) == 1 and libraries[0].exists()
     assert sum("-shared" in line for line in log.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "another library", "a folder", "no checksum"])
+@pytest.mark.parametrize("packaged", [False, True])
+def test_a_damaged_library_is_compiled_again(
+    damage: str, packaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    isa = small(monkeypatch, tmp_path, 'extern "C" __attribute__((visibility("default"))) int one() { return 1; }')
+    make = build.package if packaged else build.library
+    path = make(isa)
+    whole = path.read_bytes()
+    if damage == "no checksum":
+        path.with_suffix(".sha256").unlink()
+    else:
+        path.unlink()
+    if damage == "a folder":
+        (path / "inner").mkdir(parents=True)
+    elif damage == "another library":
+        shutil.copy(torch._C.__file__, path)
+    elif damage != "no checksum":
+        path.write_bytes(whole[: len(whole) // 2 if damage == "truncated" else 0])
+    caplog.clear()
+    assert make(isa) == path
+    assert ctypes.CDLL(str(path)).one() == 1
+    if not packaged:
+        (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert message == f"compiling CPU kernels for avx2 (once, about a minute): {path} is damaged"
+    made = path.stat().st_mtime_ns
+    assert make(isa) == path and path.stat().st_mtime_ns == made
+
+
+def test_a_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = small(monkeypatch, tmp_path, "int one() { return 1; }")
+    monkeypatch.setenv("CXX", "g++ '")
+    with pytest.raises(UnavailableError, match=r"CXX is \"g\+\+ '\": No closing quotation"):
+        build.library(isa)
+    monkeypatch.delenv("CXX")
+    plain = build.library(isa)
+    monkeypatch.setenv("CXX", "env LANG=C g++")
+    assert build.library(isa) != plain  # arguments may change what it contains
+
+
+def test_without_a_compiler_what_one_made_before_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = small(monkeypatch, tmp_path, "int one() { return 1; }")
+    made = build.library(isa)
+    monkeypatch.setenv("PATH", "")
+    assert build.library(isa) == made
+    made.write_bytes(b"")
+    with pytest.raises(UnavailableError, match=r"there is no g\+\+ on the PATH"):
+        build.library(isa)
 
 
 def test_packaged_libraries_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +218,28 @@ def test_without_kernels_the_reference_serves_and_says_so(
     assert message.startswith(f"no native CPU kernels, the slower torch ones run instead: {lacking}")
     with pytest.raises(UnavailableError, match=re.escape(lacking)):
         select(CPU, "cpu")
+
+
+def test_a_library_that_cannot_be_loaded_leaves_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not build.supported():
+        pytest.skip("there are no kernels for this processor")
+    small(monkeypatch, tmp_path, "int missing(); int one() { return missing(); }")  # as one whose libgomp is gone
+    monkeypatch.delenv("KERNELS_CPU_ISA", raising=False)
+    assert select(CPU).name == "reference"
+    *_, message = [record.getMessage() for record in caplog.records]
+    assert message.startswith(
+        "no native CPU kernels, the slower torch ones run instead: cannot load compiled kernels: "
+    )
+    with pytest.raises(UnavailableError, match=r"cannot load compiled kernels: .*undefined symbol"):
+        select(CPU, "cpu")
+
+
+def test_a_misspelt_instruction_set_does_not_leave_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELS_CPU_ISA", "avx")
+    with pytest.raises(ConfigError, match="KERNELS_CPU_ISA is 'avx'"):
+        select(CPU)
 
 
 def test_an_unknown_backend() -> None:

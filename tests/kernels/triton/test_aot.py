@@ -33,6 +33,13 @@ def test_every_kernel_compiles_within_its_limits(capsys: pytest.CaptureFixture[s
     assert done.returncode == 0, done.stderr
 
 
+def test_help_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        aot.main(["--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: python -m kernels.aot [-h]\n")
+
+
 @pytest.mark.parametrize("target", aot.TARGETS, ids=lambda target: target.name)
 def test_every_kernel_and_every_tile_is_among_what_is_compiled(target: aot.Target) -> None:
     with aot.recorded(target) as launches:

@@ -33,6 +33,7 @@ def test_a_row_for_each_batch_and_prompt(
     [
         ([], "quire bench step"),
         (["step", "--batches", "1,x"], "--batches 1,x: not positive whole numbers"),
+        (["step", "--batches", "²"], "--batches ²: not positive whole numbers"),
         (["step", "--prompts", "0"], "--prompts 0: not positive"),
         (["step", "--connect", "ipc:///x"], "unrecognized arguments: --connect"),
     ],

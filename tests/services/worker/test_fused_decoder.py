@@ -14,6 +14,7 @@ from kernels.kv import quantized
 from kernels.ops import Kernels, select
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
+from shared.errors import ConfigError
 from tests.services.worker import forward, random_models
 from tests.services.worker.plans import Driver
 
@@ -139,11 +140,19 @@ def test_rounded_weights(kernels: Kernels, quantization: str, tmp_path: Path) ->
     assert likeness.min() > 0.97 and not torch.equal(expected, exact)
 
 
-def test_a_block_size_that_is_no_power_of_two(kernels: Kernels, tmp_path: Path) -> None:
+def test_a_block_size_that_is_no_power_of_two(
+    kernels: Kernels, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = random_models.save(tmp_path, "llama")
     prompt = random_models.prompts(40)[0]
     expected = random_models.generate(model, prompt, 5)
     assert Driver(random_models.executor(tmp_path, block_size=24)).generate([prompt], 5)[0] == expected
+    complaint = "--block-size 24: native attention takes powers of two only"
+    assert [r.getMessage() for r in caplog.records if complaint in r.getMessage()] == [
+        f"the slower torch attention runs: {complaint}"
+    ]
+    with pytest.raises(ConfigError, match=f"the cpu kernels do not run this: {complaint}"):
+        random_models.executor(tmp_path, block_size=24, attention_backend="cpu")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,18 @@ def test_threads_stay_within_the_quota(tmp_path: Path, quota: str, threads: int)
     """vLLM 32651, 10971: more threads than a container may use, or one only."""
     group = cgroup(tmp_path, "0::/\n", {"cpu.max": f"{quota} 100000\n"})
     assert machine.compute_threads(0, group) == threads
-    assert machine.compute_threads(3, group) == 3
+    assert machine.compute_threads(2, group) == 2
+
+
+def test_more_than_two_threads_a_cpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    free, held = Cgroup(Path("/nowhere"), Path("/nowhere")), cgroup(tmp_path, "0::/\n", {"cpu.max": "250000 100000\n"})
+    assert machine.compute_threads(16, free) == 16
+    with pytest.raises(ConfigError, match="--threads is 17, above its maximum of 16: two for each CPU"):
+        machine.compute_threads(17, free)
+    assert machine.compute_threads(6, held) == 6
+    with pytest.raises(ConfigError, match="--threads is 1000, above its maximum of 6"):
+        machine.compute_threads(1000, held)
 
 
 def test_threads_are_at_most_the_affinity_mask(tmp_path: Path) -> None:
