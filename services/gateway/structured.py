@@ -15,7 +15,7 @@ from shared.errors import RequestError
 from shared.grammar import MAX_GRAMMAR_CHARS, GrammarSpec
 
 MAX_CHOICES = 4096
-NO_TAGS = "structural tags are not built; give a grammar, or tools, whose calls are held to their schemas"
+NO_TAGS = "structural tags are not built; give a grammar, or tools"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 Schema = dict[str, Any] | bool
