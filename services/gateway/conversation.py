@@ -12,12 +12,10 @@ from shared.errors import RequestError
 
 
 class TextPart(Told):
-    """cache_control (Anthropic's) and prompt_cache_breakpoint (OpenAI's) have no effect: every prompt is cached."""
+    """Marks of what to cache are ignored with all else that a part may carry: every prompt is cached."""
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
-    prompt_cache_breakpoint: Any = None
 
 
 class RefusalPart(Told):
