@@ -40,8 +40,9 @@ class Budget:
     def chunk(self, start: int, wanted: int) -> int:
         """How many of the ``wanted`` tokens of a prompt from ``start`` on may be computed.
 
-        A chunk that time cuts short ends with a block. Where time is too short for that, the first of a step gets what
-        there is time for, and LEAST whatever they take; and a single token is as good as a decode.
+        A chunk that time cuts short ends with a block. The first of a step is a block at least, whatever it takes, but
+        where only its context makes that too long: then it is what there is time for, and LEAST in any case. (Matrix
+        products of fewer tokens take as long, attention does not.) A single token is as good as a decode.
         """
         most = max(0, min(self.tokens, wanted))
         if math.isinf(self._seconds) or wanted == 1:
@@ -55,7 +56,8 @@ class Budget:
             if self._costs.prompt(start, block) <= self._seconds:
                 count = block
             elif not self.prompt_tokens:
-                count = min(block, max(LEAST, self._costs.tokens_within(self._seconds, start)))
+                is_context = self._costs.prompt(0, block) <= self._seconds
+                count = min(block, max(LEAST, self._costs.tokens_within(self._seconds, start))) if is_context else block
         count = max(0, min(count, most))
         self._refused |= count < min(wanted, 1)
         return count
