@@ -337,16 +337,6 @@ class CompletionRequest(GenerationRequest):
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
-    def tokens_per_event(self) -> int:
-        return self.stream_interval or 1
-
-    @property
-    def truncation(self) -> Truncation | None:
-        if self.truncate_prompt_tokens is None:
-            return None
-        return Truncation(max(self.truncate_prompt_tokens, 0), self.truncation_side or "left")
-
-    @property
     def wants_output(self) -> bool:
         return self.max_tokens != 0
 

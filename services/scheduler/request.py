@@ -52,9 +52,7 @@ class Sequence:
     forks: list[Sequence] = field(default_factory=list)  # siblings that will sample from the prompt that it computes
 
     # ---- while it waits --------------------------------------------------------------------------------------------
-    awaits: int = (
-        0  # the step from which on it waits for others to compute the next block that they share; 0: it doesn't
-    )
+    awaits: int = 0  # the step from which on others are to compute the next block that they share; 0: it does not wait
     awaited: bytes = b""  # the key of that block
     missing: int = 0  # blocks that it (of a swapped group, the first for all) lacked when it was last looked up
     passes: int = 0  # how often smaller ones were admitted before it because it did not fit

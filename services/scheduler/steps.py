@@ -44,9 +44,7 @@ class Step:
     moved: dict[str, int] = field(default_factory=dict)  # blocks swapped, by the timing's name
     efforts: list[Effort] = field(default_factory=list)  # what of it preemptions cost
     host: list[int] = field(default_factory=list)  # host blocks that this is the last step to name
-    vacated: list[Sequence] = field(
-        default_factory=list
-    )  # ended or preempted since; it is the last to name their blocks
+    vacated: list[Sequence] = field(default_factory=list)  # ended or preempted since; the last to name their blocks
     masked: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # who samples under a mask: (slot, position)
     mask_sent: bool = False  # whether the workers have the masks
     completes: set[Sequence] = field(default_factory=set)  # who samples nothing in it, and ends once its run is told

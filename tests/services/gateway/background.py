@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 import orjson
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk, ParsedChoice
 
 
 class Posted:
@@ -103,3 +105,11 @@ def parsed(pieces: Iterator[str]) -> Iterator[Any]:
 
 KEEP_ALIVE = ": keep-alive"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def put_together(chunks: list[dict[str, Any]]) -> ParsedChoice[None]:
+    """The first choice that OpenAI's own client makes of the chunks of a streamed chat."""
+    state = ChatCompletionStreamState()
+    for chunk in chunks:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    return state.get_final_completion().choices[0]

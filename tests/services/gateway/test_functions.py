@@ -6,11 +6,10 @@ from typing import Any
 
 import httpx
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 
 from shared.channels import CONTENT, arguments_of, name_of
-from tests.services.gateway.background import CHAT, Posted, Streamed
+from tests.services.gateway.background import CHAT, Posted, Streamed, put_together
 from tests.services.gateway.pipeline import Answer, Pipeline
 
 PATH = "/v1/chat/completions"
@@ -69,10 +68,7 @@ def test_a_stream_that_openais_own_client_puts_together(pipeline: Pipeline, clie
     streamed.opened()
     *chunks, done = streamed.rest()
     assert done == "[DONE]"
-    state = ChatCompletionStreamState()
-    for chunk in chunks:
-        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
-    choice = state.get_final_completion().choices[0]
+    choice = put_together(chunks)
     call = choice.message.function_call
     assert call is not None and (call.name, call.arguments) == ("look", '{"at": 1}')
     assert choice.finish_reason == "function_call" and choice.message.content == "Let me see."

@@ -6,11 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types.chat import ChatCompletionChunk
 
 from shared.channels import CONTENT, REASONING, arguments_of, name_of
-from tests.services.gateway.background import CHAT, Posted, Streamed
+from tests.services.gateway.background import CHAT, Posted, Streamed, put_together
 from tests.services.gateway.pipeline import Answer, Pipeline
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -103,10 +101,7 @@ def test_a_stream_that_openais_own_client_puts_together(pipeline: Pipeline, clie
     streamed.opened()
     *chunks, done = streamed.rest()
     assert done == "[DONE]"
-    state = ChatCompletionStreamState()
-    for chunk in chunks:
-        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
-    choice = state.get_final_completion().choices[0]
+    choice = put_together(chunks)
     assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
     calls = choice.message.tool_calls or []
     assert [(call.function.name, call.function.arguments) for call in calls] == [("f", '{"a": 1}'), ("g", "{}")]
